@@ -1,0 +1,3 @@
+module github.com/postroom/postroom
+
+go 1.26.0
