@@ -1,0 +1,2 @@
+// Package examples holds programs that a reader can run.
+package examples

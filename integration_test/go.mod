@@ -1,0 +1,3 @@
+module github.com/postroom/postroom/integration_test
+
+go 1.26.0

@@ -1,0 +1,3 @@
+module github.com/postroom/postroom/internal/throwaway
+
+go 1.26.0
