@@ -86,7 +86,7 @@ CREATE TABLE "postroom".outbox_cursors (
 
 -- Messages for later. They enter outbox_messages when they are due.
 CREATE TABLE "postroom".outbox_scheduled (
-    id            bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    id            bigint      GENERATED ALWAYS AS IDENTITY,
     deliver_at    timestamptz NOT NULL,
     created_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     hash          integer     NOT NULL CHECK (hash >= 0),
@@ -97,9 +97,9 @@ CREATE TABLE "postroom".outbox_scheduled (
     header_names  text[]      NOT NULL DEFAULT '{}',
     header_values bytea[]     NOT NULL DEFAULT '{}',
     operation     text,
+    PRIMARY KEY (deliver_at, id),
     CHECK (cardinality(header_names) = cardinality(header_values))
 );
-CREATE INDEX outbox_scheduled_due ON "postroom".outbox_scheduled (deliver_at, id);
 CREATE INDEX outbox_scheduled_message ON "postroom".outbox_scheduled (message_id);
 
 -- Messages set aside: refused by the broker, or waiting behind one of their
