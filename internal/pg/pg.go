@@ -4,6 +4,7 @@ package pg
 import (
 	"fmt"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
@@ -36,4 +37,19 @@ func InSchema(sql, schema string) string {
 	quoted := pgx.Identifier{schema}.Sanitize()
 	sql = strings.ReplaceAll(sql, `'"postroom"`, `'`+strings.ReplaceAll(quoted, `'`, `''`))
 	return strings.ReplaceAll(sql, `"postroom"`, quoted)
+}
+
+// CleanText makes an error's text fit for a column of most characters: valid,
+// printable, on one line.
+func CleanText(s string, most int) string {
+	s = strings.Map(func(r rune) rune {
+		if r == utf8.RuneError || !unicode.IsPrint(r) {
+			return ' '
+		}
+		return r
+	}, s)
+	if runes := []rune(s); len(runes) > most {
+		s = string(runes[:most-1]) + "…"
+	}
+	return s
 }

@@ -1,0 +1,96 @@
+package dispatcher
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/postroom/postroom/internal/pg"
+)
+
+// Config adjusts a [Dispatcher]. The zero value selects the defaults.
+type Config struct {
+	// Schema holds Postroom's tables. Default "postroom".
+	Schema string
+
+	// PageSize is the most messages of one lane that are published together,
+	// 1 to 10,000. Default 1000.
+	PageSize int
+
+	// PageBytes ends a page early once its payloads and headers have this many
+	// bytes; a page holds at least one message. A lane keeps up to three pages
+	// in memory. Default 8 MiB.
+	PageBytes int
+
+	// PublishTimeout bounds one call of the publisher. What has no answer by
+	// then counts as unreachable and is published again. Default 10s.
+	PublishTimeout time.Duration
+
+	// Lease is how long a dispatcher that has died keeps its lanes, at the
+	// longest. It must exceed twice PublishTimeout. Default 30s, or three times
+	// PublishTimeout where that is more.
+	Lease time.Duration
+
+	// MaxPollInterval is the longest pause between two polls of an idle
+	// outbox; under traffic it is 2ms. Default 200ms, at least 2ms.
+	MaxPollInterval time.Duration
+
+	// DrainTimeout bounds how long Run waits, once its context has ended, for
+	// what is being published. Default 30s; negative waits without limit.
+	DrainTimeout time.Duration
+
+	// Logger receives what Run cannot return. Default slog.Default().
+	Logger *slog.Logger
+}
+
+const minPollInterval = 2 * time.Millisecond
+
+func (c Config) withDefaults() (Config, error) {
+	var errs []error
+	bad := func(format string, args ...any) {
+		errs = append(errs, fmt.Errorf("dispatcher: Config."+format, args...))
+	}
+	schema, err := pg.Schema(c.Schema)
+	if err != nil {
+		bad("%w", err)
+	}
+	c.Schema = schema
+	if c.PageSize == 0 {
+		c.PageSize = 1000
+	}
+	if c.PageSize < 1 || c.PageSize > 10_000 {
+		bad("PageSize is %d, want 1 to 10000", c.PageSize)
+	}
+	if c.PageBytes == 0 {
+		c.PageBytes = 8 << 20
+	}
+	if c.PageBytes < 1 {
+		bad("PageBytes is %d, want more than 0", c.PageBytes)
+	}
+	if c.PublishTimeout == 0 {
+		c.PublishTimeout = 10 * time.Second
+	}
+	if c.PublishTimeout < 0 {
+		bad("PublishTimeout is %v, want more than 0", c.PublishTimeout)
+	}
+	if c.Lease == 0 {
+		c.Lease = max(30*time.Second, 3*c.PublishTimeout)
+	}
+	if c.Lease <= 2*c.PublishTimeout {
+		bad("Lease is %v, want more than twice PublishTimeout, which is %v", c.Lease, c.PublishTimeout)
+	}
+	if c.MaxPollInterval == 0 {
+		c.MaxPollInterval = 200 * time.Millisecond
+	}
+	if c.MaxPollInterval < minPollInterval {
+		bad("MaxPollInterval is %v, want at least %v", c.MaxPollInterval, minPollInterval)
+	}
+	if c.DrainTimeout == 0 {
+		c.DrainTimeout = 30 * time.Second
+	}
+	if c.Logger == nil {
+		c.Logger = slog.Default()
+	}
+	return c, errors.Join(errs...)
+}

@@ -1,0 +1,56 @@
+package dispatcher
+
+import (
+	"context"
+	"hash/fnv"
+	"time"
+)
+
+// moveDue lets messages whose time has come enter the outbox, in one
+// statement. The lock makes dispatchers take turns, so that messages of one key
+// draw their ids in the order in which they fell due.
+const moveDue = `
+WITH turn AS MATERIALIZED (
+    SELECT pg_try_advisory_xact_lock($1::int8) AS ours
+), due AS (
+    DELETE FROM "postroom".outbox_scheduled s
+     USING (SELECT d.deliver_at, d.id FROM turn, LATERAL (
+                   SELECT deliver_at, id FROM "postroom".outbox_scheduled
+                    WHERE deliver_at <= now()
+                    ORDER BY deliver_at, id LIMIT 1000) d
+             WHERE turn.ours) ripe
+     WHERE s.deliver_at = ripe.deliver_at AND s.id = ripe.id
+    RETURNING s.*
+)
+INSERT INTO "postroom".outbox_messages
+       (created_at, hash, message_id, topic, key, payload, header_names, header_values, operation)
+SELECT created_at, hash, message_id, topic, key, payload, header_names, header_values, operation
+  FROM due ORDER BY deliver_at, id`
+
+// scheduleEvery is how often a dispatcher looks for messages that are due.
+const scheduleEvery = 500 * time.Millisecond
+
+// schedule moves due messages until ctx ends.
+func (d *Dispatcher) schedule(ctx context.Context) {
+	h := fnv.New64a()
+	_, _ = h.Write([]byte("postroom schedule " + d.cfg.Schema)) // never fails
+	lock := int64(h.Sum64())
+	for ctx.Err() == nil {
+		var moved int64
+		if len(d.held()) > 0 {
+			tag, err := d.pool.Exec(ctx, d.sql.due, lock)
+			switch {
+			case ctx.Err() != nil:
+				return
+			case err != nil:
+				d.trouble.set("schedule", err)
+			default:
+				d.trouble.clear("schedule")
+				moved = tag.RowsAffected()
+			}
+		}
+		if moved == 0 {
+			wait(ctx, scheduleEvery)
+		}
+	}
+}

@@ -1,0 +1,91 @@
+package dispatcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+)
+
+const (
+	levelWarn  = slog.LevelWarn
+	levelError = slog.LevelError
+)
+
+func (l *lane) attr() slog.Attr     { return slog.Int("lane", int(l.number)) }
+func errorAttr(err error) slog.Attr { return slog.Any("error", err) }
+func topicAttr(t string) slog.Attr  { return slog.String("topic", t) }
+func idAttr(id string) slog.Attr    { return slog.String("message_id", id) }
+
+// troubles holds what is wrong at present, by place. It logs a trouble when it
+// begins and once a minute while it lasts, whatever the number of failures,
+// and its end.
+type troubles struct {
+	log *slog.Logger
+	mu  sync.Mutex
+	at  map[string]*trouble
+}
+
+type trouble struct {
+	err           error
+	since, logged time.Time
+	count         int
+}
+
+const logEvery = time.Minute
+
+func (t *troubles) set(place string, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	now := time.Now()
+	tr := t.at[place]
+	if tr == nil {
+		tr = &trouble{since: now}
+		t.at[place] = tr
+	}
+	tr.err = err
+	tr.count++
+	if now.Sub(tr.logged) < logEvery {
+		return
+	}
+	tr.logged = now
+	t.log.LogAttrs(context.Background(), levelWarn, "trouble, trying again",
+		slog.String("place", place), slog.Int("count", tr.count), errorAttr(err))
+}
+
+func (t *troubles) clear(place string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	tr := t.at[place]
+	if tr == nil {
+		return
+	}
+	delete(t.at, place)
+	t.log.LogAttrs(context.Background(), slog.LevelInfo, "trouble is over",
+		slog.String("place", place), slog.Int("count", tr.count), slog.Duration("duration", time.Since(tr.since)))
+}
+
+// err joins what is wrong at present, or returns nil.
+func (t *troubles) err() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var errs []error
+	for place, tr := range t.at {
+		errs = append(errs, fmt.Errorf("dispatcher: %s, for %v: %w", place, time.Since(tr.since).Round(time.Millisecond), tr.err))
+	}
+	slices.SortFunc(errs, func(a, b error) int { return cmpText(a, b) })
+	return errors.Join(errs...)
+}
+
+func cmpText(a, b error) int {
+	switch x, y := a.Error(), b.Error(); {
+	case x < y:
+		return -1
+	case x > y:
+		return 1
+	}
+	return 0
+}
