@@ -63,7 +63,11 @@ func findBinaries(ctx context.Context, o owner, major int) (binaries, error) {
 	if len(found) > 0 {
 		return slices.MaxFunc(found, func(a, b binaries) int { return cmp.Compare(a.major, b.major) }), nil
 	}
-	b, err := fetch(ctx, cmp.Or(major, newestFetchable))
+	cache, err := cacheDir()
+	if err != nil {
+		return binaries{}, err
+	}
+	b, err := fetch(ctx, cache, cmp.Or(major, newestFetchable))
 	if err != nil {
 		return b, fmt.Errorf("no PostgreSQL %s is installed, and none could be fetched: %w: "+
 			"install it, or give the URL of a running server", wanted(major), err)
@@ -114,15 +118,12 @@ func inspect(ctx context.Context, dir string) (binaries, error) {
 	return binaries{dir: dir, version: m[1], major: major}, err
 }
 
-// fetch downloads a release, or takes it from the cache of earlier runs.
-func fetch(ctx context.Context, major int) (binaries, error) {
+// fetch downloads a release, or takes it from the cache of earlier runs. Of
+// several processes that want one at once, the first downloads it.
+func fetch(ctx context.Context, cache string, major int) (binaries, error) {
 	version, ok := fetchable[major]
 	if !ok {
 		return binaries{}, fmt.Errorf("version %d is none of those that can be fetched, %d to %d", major, oldestMajor, newestFetchable)
-	}
-	cache, err := cacheDir()
-	if err != nil {
-		return binaries{}, err
 	}
 	unlock, err := lock(ctx, filepath.Join(cache, "lock"))
 	if err != nil {

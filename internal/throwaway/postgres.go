@@ -279,6 +279,13 @@ func (p *Postgres) Close() error {
 	return nil
 }
 
+// running reports whether the server has been started and not been seen to end.
+func (p *Postgres) running() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.server != nil && p.server.alive()
+}
+
 // CreateDatabase makes an empty database and returns its URL.
 func (p *Postgres) CreateDatabase(ctx context.Context, name string) (string, error) {
 	u, err := url.Parse(p.URL)

@@ -24,6 +24,9 @@ import (
 // pollInterval is the pause between two looks at a condition of a server.
 const pollInterval = 10 * time.Millisecond
 
+// closeTime bounds what Close asks of other servers.
+const closeTime = 10 * time.Second
+
 // poll calls done until it is true or fails. When ctx ends first, it returns
 // the cause with what was being waited for.
 func poll(ctx context.Context, what string, done func() (bool, error)) error {
