@@ -35,8 +35,11 @@ func InSchema(sql, schema string) string {
 		return sql
 	}
 	quoted := pgx.Identifier{schema}.Sanitize()
-	sql = strings.ReplaceAll(sql, `'"postroom"`, `'`+strings.ReplaceAll(quoted, `'`, `''`))
-	return strings.ReplaceAll(sql, `"postroom"`, quoted)
+	// In one pass, since the name may contain what is replaced.
+	return strings.NewReplacer(
+		`'"postroom"`, `'`+strings.ReplaceAll(quoted, `'`, `''`),
+		`"postroom"`, quoted,
+	).Replace(sql)
 }
 
 // CleanText makes an error's text fit for a column of most characters: valid,

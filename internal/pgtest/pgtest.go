@@ -55,7 +55,7 @@ func Each(t *testing.T, test func(t *testing.T, db *Server)) {
 	t.Helper()
 	for _, choice := range choices(t) {
 		name := "postgres" + choice
-		if strings.Contains(choice, "/") {
+		if isURL(choice) {
 			name = "postgres-given"
 		}
 		t.Run(name, func(t *testing.T) { test(t, get(t, choice)) })

@@ -15,7 +15,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
+
+	"github.com/jackc/pgx/v5"
 )
 
 // variable chooses the servers, see the package comment.
@@ -23,16 +24,22 @@ const variable = "POSTROOM_TEST_POSTGRES"
 
 const wayOut = "set " + variable + " to the URL of a PostgreSQL (14 or later) whose user may create databases, or install PostgreSQL"
 
+const oldest = 14
+
+func isURL(choice string) bool {
+	return strings.Contains(choice, "://")
+}
+
 // parseChoices splits the variable's value: one choice per server, "" for any.
 func parseChoices(value string) ([]string, error) {
 	value = strings.TrimSpace(value)
-	if strings.Contains(value, "://") {
+	if isURL(value) {
 		return []string{value}, nil
 	}
 	var all []string
 	for v := range strings.SplitSeq(value, ",") {
 		v = strings.TrimSpace(v)
-		if n, err := strconv.Atoi(v); value != "" && (err != nil || n < 14) {
+		if n, err := strconv.Atoi(v); value != "" && (err != nil || n < oldest) {
 			return nil, fmt.Errorf(`%s is %q, want major versions from 14 such as "14,15,18", or one URL`, variable, value)
 		}
 		all = append(all, v)
@@ -61,69 +68,86 @@ func get(t testing.TB, choice string) *Server {
 	servers.mu.Lock()
 	start, ok := servers.start[choice]
 	if !ok {
-		start = sync.OnceValues(func() (*Server, error) { return startServer(choice) })
+		start = sync.OnceValues(func() (*Server, error) {
+			if isURL(choice) {
+				return givenServer(choice)
+			}
+			return startServer(choice)
+		})
 		servers.start[choice] = start
 	}
 	servers.mu.Unlock()
 	s, err := start()
 	if err != nil {
-		t.Fatalf("pgtest: start PostgreSQL %s: %v\n%s", choice, err, wayOut)
+		t.Fatalf("pgtest: no PostgreSQL: %v\n%s", err, wayOut)
 	}
 	return s
+}
+
+// givenServer describes a running server.
+func givenServer(url string) (*Server, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), cleanupTime)
+	defer cancel()
+	conn, err := pgx.Connect(ctx, url)
+	if err != nil {
+		return nil, err
+	}
+	defer conn.Close(ctx)
+	s := &Server{url: url}
+	err = conn.QueryRow(ctx, `SELECT current_setting('server_version_num')::int / 10000,
+		format('PostgreSQL %s, given', current_setting('server_version'))`).Scan(&s.Version, &s.Source)
+	if err == nil && s.Version < oldest {
+		err = fmt.Errorf("%s, want %d or later", s.Source, oldest)
+	}
+	return s, err
 }
 
 // startServer runs the command throwaway, which lives in a module of its own so
 // that Postroom's go.mod need not know of servers. The pipe to its standard input
 // is held open by this process alone: when the process ends, in whatever way, the
 // server does.
-func startServer(choice string) (*Server, error) {
+func startServer(version string) (*Server, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), startTime)
 	defer cancel()
 	root, err := repository(ctx)
 	if err != nil {
 		return nil, err
 	}
-	given := strings.Contains(choice, "://")
-	args := []string{"run", "./cmd/throwaway", "postgres"}
-	switch {
-	case given:
-		args = append(args, "-url", choice)
-	case choice != "":
-		args = append(args, "-version", choice)
-	}
 	var stderr bytes.Buffer // read after the command has ended
-	cmd := exec.Command("go", args...)
+	cmd := exec.Command("go", "run", "./cmd/throwaway", "postgres", "-version", version)
 	cmd.Dir = filepath.Join(root, "internal", "throwaway")
 	cmd.Stderr = &stderr
-	stdout, err := cmd.StdoutPipe()
-	if err != nil {
+	stdout, stdoutErr := cmd.StdoutPipe()
+	stdin, stdinErr := cmd.StdinPipe()
+	if err := errors.Join(stdoutErr, stdinErr, cmd.Start()); err != nil {
 		return nil, err
 	}
-	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		return nil, err
+	end := func() error {
+		_ = stdin.Close()      // ends the server
+		_ = cmd.Process.Kill() // ends go, should it still be building
+		return cmd.Wait()
 	}
-	if err := cmd.Start(); err != nil {
-		return nil, err
-	}
-	defer time.AfterFunc(startTime, func() { _ = stdin.Close() }).Stop()
+	stopEnd := context.AfterFunc(ctx, func() { _, _ = stdin.Close(), cmd.Process.Kill() })
 	line, err := bufio.NewReader(stdout).ReadBytes('\n')
 	if err != nil {
-		return nil, fmt.Errorf("go %s: %w: %s", strings.Join(args, " "), errors.Join(ctx.Err(), cmd.Wait()), stderr.Bytes())
+		return nil, fmt.Errorf("%s: %w: %s", cmd, errors.Join(ctx.Err(), cmd.Wait()), stderr.Bytes())
+	}
+	if !stopEnd() {
+		return nil, fmt.Errorf("%s: %w", cmd, errors.Join(ctx.Err(), cmd.Wait()))
 	}
 	var told struct{ URL, Version, Source string }
 	if err := json.Unmarshal(line, &told); err != nil {
-		return nil, errors.Join(fmt.Errorf("go %s: %w", strings.Join(args, " "), err), stdin.Close(), cmd.Wait())
+		return nil, errors.Join(fmt.Errorf("%s: %w", cmd, err), end())
 	}
 	major, _, _ := strings.Cut(told.Version, ".")
-	version, err := strconv.Atoi(major)
+	number, err := strconv.Atoi(major)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("version %q: %w", told.Version, err), stdin.Close(), cmd.Wait())
+		return nil, errors.Join(fmt.Errorf("%s: version %q: %w", cmd, told.Version, err), end())
 	}
 	servers.mu.Lock()
 	servers.stdin = append(servers.stdin, stdin)
 	servers.mu.Unlock()
-	return &Server{Version: version, Source: told.Source, url: told.URL, own: !given}, nil
+	return &Server{Version: number, Source: told.Source, url: told.URL, own: true}, nil
 }
 
 // repository returns the directory of Postroom's source.
