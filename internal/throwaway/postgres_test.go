@@ -54,6 +54,7 @@ func startPostgres(t *testing.T, cfg throwaway.PostgresConfig) *throwaway.Postgr
 func execSQL(t *testing.T, url, sql string, args ...any) {
 	t.Helper()
 	conn := connect(t, url)
+	defer conn.Close(t.Context())
 	if _, err := conn.Exec(t.Context(), sql, args...); err != nil {
 		t.Fatalf("%s: %v", sql, err)
 	}
@@ -61,7 +62,9 @@ func execSQL(t *testing.T, url, sql string, args ...any) {
 
 func query[T any](t *testing.T, url, sql string, args ...any) (v T) {
 	t.Helper()
-	if err := connect(t, url).QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
+	conn := connect(t, url)
+	defer conn.Close(t.Context())
+	if err := conn.QueryRow(t.Context(), sql, args...).Scan(&v); err != nil {
 		t.Fatalf("%s: %v", sql, err)
 	}
 	return v

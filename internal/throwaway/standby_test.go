@@ -40,6 +40,9 @@ func TestStandbyThatLaggedIsPromoted(t *testing.T) {
 			check("after CatchUp", 2)
 
 			must(t, s.PauseReplay(t.Context()))
+			eventually(t, "the primary has nobody to send to", func() bool {
+				return query[int](t, p.URL, `SELECT count(*) FROM pg_stat_replication`) == 0
+			})
 			execSQL(t, p.URL, `INSERT INTO t VALUES (3)`)
 			check("while it lags", 2)
 			must(t, s.ResumeReplay(t.Context()))
@@ -48,6 +51,10 @@ func TestStandbyThatLaggedIsPromoted(t *testing.T) {
 
 			must(t, s.PauseReplay(t.Context()))
 			execSQL(t, p.URL, `INSERT INTO t VALUES (4)`)
+			if behind := query[bool](t, s.URL, `SELECT pg_last_wal_replay_lsn() < $1::pg_lsn`,
+				query[string](t, p.URL, `SELECT pg_current_wal_flush_lsn()::text`)); !behind {
+				t.Error("the standby has what was committed after PauseReplay")
+			}
 			must(t, s.Promote(t.Context()))
 			check("promoted", 3)
 			execSQL(t, s.URL, `INSERT INTO t VALUES (5)`)
