@@ -1,0 +1,247 @@
+package inbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/outbox"
+)
+
+// ownTime bounds what the inbox's own statements may take, beyond the wait for a
+// lock: a server that does not answer in it is away.
+const ownTime = 15 * time.Second
+
+const (
+	commitTime   = 30 * time.Second
+	rollbackTime = 5 * time.Second
+	lookUpTime   = 10 * time.Second
+	lookUpTries  = 5
+)
+
+// box is what handling a message for one subscriber needs.
+type box struct {
+	pool       *pgxpool.Pool
+	subscriber string
+	cfg        Config
+	lock       string         // Config.LockTimeout for PostgreSQL
+	outbox     *outbox.Outbox // for dead letters
+	began      func()         // is told of every transaction that has begun; may be nil
+}
+
+func newBox(pool *pgxpool.Pool, subscriber string, cfg Config) *box {
+	return &box{
+		pool: pool, subscriber: subscriber, cfg: cfg,
+		lock: fmt.Sprintf("%dms", cfg.LockTimeout.Milliseconds()),
+	}
+}
+
+// txn is a transaction for one message.
+type txn struct {
+	conn *pgxpool.Conn
+	pgx.Tx
+	xid string
+	g   *guard
+}
+
+// claim records the message in a transaction that bounds waits for locks. It
+// waits for a transaction that is recording the same message. It returns no row
+// where the message is recorded already.
+const claim = `
+INSERT INTO "postroom".processed_messages (subscriber_id, message_id)
+SELECT $1::text, $2::text FROM set_config('lock_timeout', $3::text, true)
+    ON CONFLICT DO NOTHING
+RETURNING pg_current_xact_id()::text`
+
+// attempt runs one transaction for m: begin, record by the given statement,
+// handler, commit. It makes two round trips besides those of the handler.
+func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h Handler) (Result, *failure) {
+	t, err := b.begin(ctx, m.ID, record)
+	if err != nil {
+		return Failed, b.beginFailed(m.ID, err)
+	}
+	if b.began != nil {
+		b.began()
+	}
+	if t == nil {
+		return Duplicate, nil
+	}
+	settled := false
+	defer func() {
+		if !settled { // the handler ended its goroutine
+			b.discard(ctx, t)
+		}
+	}()
+	err = b.call(ctx, t, m, h)
+	settled = true
+
+	if running, open := t.g.finish(); running || open {
+		abandon(ctx, t.conn, running)
+		return Failed, &failure{b.subscriber, m.ID, stageHandle, errors.Join(errLeftInUse, err), false, false}
+	}
+	if f := b.handlerFailed(t, m.ID, err); f != nil {
+		b.rollback(ctx, t)
+		return Failed, f
+	}
+	if err := ctx.Err(); err != nil {
+		b.rollback(ctx, t)
+		return Failed, &failure{b.subscriber, m.ID, stageCommit, err, false, false}
+	}
+	if f := b.commit(ctx, t, m.ID); f != nil {
+		return Failed, f
+	}
+	return Handled, nil
+}
+
+// begin returns a transaction in which the message is recorded, or nil where it
+// was before.
+func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
+	ctx, cancel := context.WithTimeout(ctx, b.cfg.LockTimeout+ownTime)
+	defer cancel()
+	conn, err := b.pool.Acquire(ctx)
+	if err != nil {
+		return nil, err
+	}
+	t := &txn{conn: conn}
+	var batch pgx.Batch
+	batch.BeginTx(pgx.TxOptions{IsoLevel: b.cfg.IsoLevel})
+	batch.Queue(pg.InSchema(record, b.cfg.Schema), b.subscriber, id, b.lock).QueryRow(func(row pgx.Row) error {
+		if err := row.Scan(&t.xid); !errors.Is(err, pgx.ErrNoRows) {
+			return err
+		}
+		return nil
+	})
+	results := conn.SendBatch(ctx, &batch)
+	t.Tx = results.Tx()
+	err = results.Close()
+	if err != nil || t.xid == "" {
+		b.rollback(ctx, t)
+		return nil, err
+	}
+	t.g = &guard{conn: conn.Conn()}
+	return t, nil
+}
+
+// stillOurs fails where the handler has ended the transaction and begun another
+// one, so that the COMMIT behind it is not executed.
+const stillOurs = `
+SELECT (CASE WHEN pg_current_xact_id_if_assigned()::text IS NOT DISTINCT FROM $1::text THEN '1'
+             ELSE 'postroom: the handler ended its transaction' END)::integer`
+
+// commit ends t. ctx no longer bounds it: an interrupted COMMIT would have to be
+// looked up.
+func (b *box) commit(ctx context.Context, t *txn, id string) *failure {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), commitTime)
+	defer cancel()
+	var ours, rolledBack bool
+	var batch pgx.Batch
+	batch.Queue(stillOurs, t.xid).QueryRow(func(row pgx.Row) error {
+		err := row.Scan(nil)
+		ours = err == nil
+		return err
+	})
+	batch.Queue("commit").Exec(func(tag pgconn.CommandTag) error {
+		rolledBack = tag.String() == "ROLLBACK"
+		return nil
+	})
+	err := t.conn.SendBatch(ctx, &batch).Close()
+	lost := t.conn.Conn().IsClosed()
+	b.rollback(ctx, t)
+
+	f := &failure{subscriber: b.subscriber, id: id, stage: stageCommit, err: err, trouble: databaseTrouble(err)}
+	switch {
+	case err == nil && rolledBack:
+		f.err = pgx.ErrTxCommitRollback
+	case err == nil:
+		return nil
+	case timedOut(err):
+		f.trouble = false
+	case lost || ambiguous(err):
+		f.trouble = true
+		if b.isRecorded(ctx, id) {
+			return nil
+		}
+	case !ours && isCastError(err):
+		f.err, f.trouble, f.ended = errEnded, false, true
+	}
+	return f
+}
+
+// ambiguous reports whether a COMMIT that failed with err may have been executed.
+func ambiguous(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return !ok || pgErr.Code == "40003" || strings.HasPrefix(pgErr.Code, "08") || strings.HasPrefix(pgErr.Code, "57P")
+}
+
+func isCastError(err error) bool {
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && pgErr.Code == "22P02"
+}
+
+const selectRecorded = `
+SELECT EXISTS (SELECT FROM "postroom".processed_messages WHERE subscriber_id = $1::text AND message_id = $2::text)`
+
+// isRecorded looks up, on a new connection, what became of a COMMIT whose answer
+// was lost. false means that it failed, or is not over yet, or cannot be looked
+// up: in each case a repeat of the message is safe.
+func (b *box) isRecorded(ctx context.Context, id string) bool {
+	ctx, cancel := context.WithTimeout(ctx, lookUpTime)
+	defer cancel()
+	pause := newBackoff(20*time.Millisecond, time.Second)
+	for range lookUpTries {
+		var recorded bool
+		err := b.pool.QueryRow(ctx, pg.InSchema(selectRecorded, b.cfg.Schema), b.subscriber, id).Scan(&recorded)
+		if err == nil {
+			return recorded
+		}
+		if wait(ctx, pause.NextBackOff()) != nil {
+			return false
+		}
+	}
+	return false
+}
+
+// discard ends a transaction whose handler has ended its goroutine.
+func (b *box) discard(ctx context.Context, t *txn) {
+	if running, open := t.g.finish(); running || open {
+		abandon(ctx, t.conn, running)
+		return
+	}
+	b.rollback(ctx, t)
+}
+
+// rollback ends t, if it is not over, and gives the connection back.
+func (b *box) rollback(ctx context.Context, t *txn) {
+	defer t.conn.Release() // closes a connection that is not idle
+	conn := t.conn.Conn()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
+	defer cancel()
+	if !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
+		_, _ = conn.Exec(ctx, "rollback") // on an error Release closes the connection
+	}
+	if t.g != nil && t.g.large {
+		_ = conn.Close(ctx)
+	}
+}
+
+// abandon closes a connection that the handler has left in use. One on which a
+// goroutine is still running a statement is touched no more, since it belongs to
+// that goroutine until the statement fails.
+func abandon(ctx context.Context, conn *pgxpool.Conn, running bool) {
+	if running {
+		_ = conn.Hijack().PgConn().Conn().Close()
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
+	defer cancel()
+	_ = conn.Conn().Close(ctx)
+	conn.Release()
+}

@@ -1,0 +1,240 @@
+package inbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+var (
+	// errReturned matches pgx.ErrTxClosed, which is what pgx says of any other
+	// transaction that is over.
+	errReturned = fmt.Errorf("inbox: the handler has returned: %w", pgx.ErrTxClosed)
+
+	errInUse = errors.New("inbox: the transaction is in use: rows or batch results are not closed, or a copy is running")
+
+	errLeftInUse = errors.New("the handler returned while its transaction was in use: " +
+		"rows or batch results were not closed, or a goroutine is still running a statement")
+)
+
+// guard is what the handler's transaction shares with its savepoints, rows and
+// batch results. It lets one call at a time reach the connection, and none once
+// the handler has returned.
+type guard struct {
+	conn *pgx.Conn
+
+	mu       sync.Mutex
+	busy     bool          // a call is running
+	freed    chan struct{} // closed when it ends; nil where nobody waits
+	open     bool          // rows, batch results or a copy own the connection
+	returned bool          // the handler has
+	ended    bool          // Commit or Rollback was called on the transaction
+	large    bool          // LargeObjects was called, whose use is not guarded
+	cause    error         // why the transaction is aborted or its connection lost, if it is
+}
+
+// enter waits for its turn. The caller leaves, see leave.
+func (g *guard) enter(ctx context.Context) error {
+	for {
+		g.mu.Lock()
+		switch {
+		case g.returned:
+			g.mu.Unlock()
+			return errReturned
+		case g.open:
+			g.mu.Unlock()
+			return errInUse
+		case !g.busy:
+			g.busy = true
+			g.mu.Unlock()
+			return nil
+		}
+		if g.freed == nil {
+			g.freed = make(chan struct{})
+		}
+		freed := g.freed
+		g.mu.Unlock()
+		select {
+		case <-freed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+// enterOpen is enter for the rows, batch results or copy that own the
+// connection: they have no turn to wait for.
+func (g *guard) enterOpen() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	switch {
+	case g.returned:
+		return errReturned
+	case g.busy:
+		return errInUse
+	}
+	g.busy = true
+	return nil
+}
+
+// leave ends a call that returned err to the handler. open says whether the
+// connection stays with rows, batch results or a copy.
+func (g *guard) leave(err error, open bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code != inFailedTransaction {
+		g.cause = err
+	} else if !ok && g.cause == nil && err != nil && !errors.Is(err, pgx.ErrNoRows) {
+		g.cause = err // of interest where the connection is lost
+	}
+	g.busy, g.open = false, open
+	if g.freed != nil {
+		close(g.freed)
+		g.freed = nil
+	}
+}
+
+// whole runs a call that is over when it returns. callbacks says that it may
+// call back into the handler's code, which then finds the connection in use.
+func (g *guard) whole(ctx context.Context, callbacks bool, call func() error) error {
+	if err := g.enter(ctx); err != nil {
+		return err
+	}
+	if callbacks {
+		g.mu.Lock()
+		g.open = true
+		g.mu.Unlock()
+	}
+	err := errPanicked
+	defer func() { g.leave(err, false) }()
+	err = call()
+	return err
+}
+
+// finish refuses all further calls. It reports whether a call is running in
+// another goroutine, and whether rows, batch results or a copy are open.
+func (g *guard) finish() (running, open bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.returned = true
+	return g.busy, g.open
+}
+
+var errPanicked = errors.New("inbox: a call panicked")
+
+// handlerTx is the transaction that a handler gets, or a savepoint in it. It
+// embeds pgx.Tx for methods that later versions of pgx may add.
+type handlerTx struct {
+	pgx.Tx
+	g         *guard
+	savepoint bool
+}
+
+func (t *handlerTx) Begin(ctx context.Context) (sp pgx.Tx, err error) {
+	err = t.g.whole(ctx, false, func() error {
+		inner, err := t.Tx.Begin(ctx)
+		if err == nil {
+			sp = &handlerTx{Tx: inner, g: t.g, savepoint: true}
+		}
+		return err
+	})
+	return sp, err
+}
+
+func (t *handlerTx) Commit(ctx context.Context) error {
+	if !t.savepoint {
+		return t.refuseEnd()
+	}
+	return t.g.whole(ctx, false, func() error { return t.Tx.Commit(ctx) })
+}
+
+func (t *handlerTx) Rollback(ctx context.Context) error {
+	if !t.savepoint {
+		return t.refuseEnd()
+	}
+	return t.g.whole(ctx, false, func() error {
+		err := t.Tx.Rollback(ctx)
+		if err == nil {
+			t.g.mu.Lock()
+			t.g.cause = nil // what failed is undone
+			t.g.mu.Unlock()
+		}
+		return err
+	})
+}
+
+func (t *handlerTx) refuseEnd() error {
+	t.g.mu.Lock()
+	defer t.g.mu.Unlock()
+	if t.g.returned {
+		return errReturned
+	}
+	t.g.ended = true
+	return ErrTxManaged
+}
+
+func (t *handlerTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
+	err = t.g.whole(ctx, false, func() error {
+		tag, err = t.Tx.Exec(ctx, sql, args...)
+		return err
+	})
+	return tag, err
+}
+
+func (t *handlerTx) Prepare(ctx context.Context, name, sql string) (sd *pgconn.StatementDescription, err error) {
+	err = t.g.whole(ctx, false, func() error {
+		sd, err = t.Tx.Prepare(ctx, name, sql)
+		return err
+	})
+	return sd, err
+}
+
+func (t *handlerTx) CopyFrom(
+	ctx context.Context, table pgx.Identifier, columns []string, src pgx.CopyFromSource,
+) (n int64, err error) {
+	err = t.g.whole(ctx, true, func() error {
+		n, err = t.Tx.CopyFrom(ctx, table, columns, src)
+		return err
+	})
+	return n, err
+}
+
+func (t *handlerTx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if err := t.g.enter(ctx); err != nil {
+		return failedRows(err), err
+	}
+	inner, err := t.Tx.Query(ctx, sql, args...)
+	t.g.leave(err, err == nil)
+	return &handlerRows{Rows: inner, g: t.g, last: true}, err
+}
+
+func (t *handlerTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	if err := t.g.enter(ctx); err != nil {
+		return failedRow{err}
+	}
+	inner := t.Tx.QueryRow(ctx, sql, args...)
+	t.g.leave(nil, true)
+	return &handlerRow{Row: inner, g: t.g, last: true}
+}
+
+func (t *handlerTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	if err := t.g.enter(ctx); err != nil {
+		return pgx.FailedBatchResults(b, err)
+	}
+	inner := t.Tx.SendBatch(ctx, b)
+	t.g.leave(nil, true)
+	return &handlerBatch{BatchResults: inner, g: t.g}
+}
+
+// LargeObjects cannot be guarded, since pgx alone can make one. The connection
+// is closed afterwards, so that late use fails.
+func (t *handlerTx) LargeObjects() pgx.LargeObjects {
+	t.g.mu.Lock()
+	defer t.g.mu.Unlock()
+	t.g.large = true
+	return t.Tx.LargeObjects()
+}
