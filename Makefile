@@ -1,0 +1,31 @@
+# The commands of this repository. Everything a target needs it fetches itself.
+MODULES := . examples integration_test internal/throwaway
+ALL     := github.com/postroom/postroom/...
+LINT    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
+
+.PHONY: help quickstart test versions lint fmt bench tidy
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+quickstart: ## the main job on throw-away servers, with processes killed on the way
+	go run ./examples/quickstart
+
+test: ## all tests on real servers, with the race detector
+	go test -race $(ALL)
+
+versions: ## the same, on the oldest and the newest PostgreSQL, and the installed one
+	POSTROOM_TEST_POSTGRES=14,15,18 go test -race $(ALL)
+
+lint: ## what the code must look like, the import arrows among it
+	for m in $(MODULES); do (cd $$m && $(LINT) run ./...) || exit 1; done
+
+fmt: ## format
+	for m in $(MODULES); do (cd $$m && $(LINT) fmt ./...) || exit 1; done
+
+bench: ## benchmarks, each beside a hand-written loop of the same run
+	go test -run '^$$' -bench . -benchtime=1x ./dispatcher
+	go test -run '^$$' -bench . ./outbox ./inbox
+
+tidy: ## go.mod of every module
+	for m in $(MODULES); do (cd $$m && GOWORK=off go mod tidy) || exit 1; done
