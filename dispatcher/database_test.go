@@ -1,0 +1,162 @@
+package dispatcher_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/dispatcher"
+	"github.com/postroom/postroom/internal/pgtest"
+)
+
+// syncBuffer collects log lines.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) lines() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return strings.Split(strings.TrimSpace(s.b.String()), "\n")
+}
+
+// B29: with the database away there are few attempts to reach it and few log
+// lines, and everything goes on when it is back.
+func TestCase_B29_DatabaseAway(t *testing.T) {
+	direct := pgtest.New(t)
+	var away atomic.Bool
+	var dials atomic.Int64
+	cfg := direct.Config()
+	dialer := cfg.ConnConfig.DialFunc
+	cfg.ConnConfig.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		dials.Add(1)
+		if away.Load() {
+			return nil, errors.New("connection refused")
+		}
+		return dialer(ctx, network, addr)
+	}
+	cfg.ConnConfig.RuntimeParams["application_name"] = "b29"
+	pool, err := pgxpool.NewWithConfig(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pool.Close()
+	var log syncBuffer
+	r := &recorder{}
+	d, err := dispatcher.New(pool, r, dispatcher.Config{Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- d.Run(ctx) }()
+	write(t, direct, numbered("orders", 3, 0, 10)...)
+	waitStored(t, r, 10)
+
+	away.Store(true)
+	dials.Store(0)
+	if _, err := direct.Exec(t.Context(), `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'b29'`); err != nil {
+		t.Fatal(err)
+	}
+	write(t, direct, numbered("orders", 3, 10, 10)...)
+	began := time.Now()
+	eventually(t, 10*time.Second, func() string {
+		if time.Since(began) < 3*time.Second {
+			return "three seconds are not over"
+		}
+		return ""
+	})
+	if n := dials.Load(); n == 0 || n > 60 {
+		t.Errorf("%d attempts to connect in 3s", n)
+	}
+	if d.Health() == nil {
+		t.Error("Health reports nothing")
+	}
+	if lines := log.lines(); len(lines) > 20 {
+		t.Errorf("%d log lines:\n%s", len(lines), strings.Join(lines, "\n"))
+	}
+	away.Store(false)
+	waitStored(t, r, 20)
+	eventually(t, 10*time.Second, func() string {
+		if err := d.Health(); err != nil {
+			return err.Error()
+		}
+		return ""
+	})
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if p := keyOrder(r); p != "" {
+		t.Error(p)
+	}
+}
+
+// tracer counts statements.
+type tracer struct{ n atomic.Int64 }
+
+func (c *tracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	c.n.Add(1)
+	return ctx
+}
+
+func (*tracer) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// B32: an idle dispatcher asks little, however many lanes there are.
+func TestCase_B32_IdleCost(t *testing.T) {
+	direct := pgtest.New(t)
+	cfg := direct.Config()
+	var count tracer
+	cfg.ConnConfig.Tracer = &count
+	pool, err := pgxpool.NewWithConfig(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	r := &recorder{}
+	start(t, pool, r, dispatcher.Config{})
+	write(t, direct, numbered("orders", 100, 0, 100)...)
+	waitStored(t, r, 100)
+	rate := func() float64 {
+		before, began := count.n.Load(), time.Now()
+		eventually(t, 10*time.Second, func() string {
+			if time.Since(began) < time.Second {
+				return "one second is not over"
+			}
+			return ""
+		})
+		return float64(count.n.Load()-before) / time.Since(began).Seconds()
+	}
+	eventually(t, 20*time.Second, func() string {
+		if n := rate(); n > 20 {
+			return fmt.Sprintf("%.0f statements per second", n)
+		}
+		return ""
+	})
+	// One message after that does not wait long.
+	began := time.Now()
+	write(t, direct, postroom.Message{ID: "late", Topic: "orders"})
+	waitStored(t, r, 101)
+	if d := time.Since(began); d > time.Second {
+		t.Errorf("a message after idling took %v", d)
+	}
+}
