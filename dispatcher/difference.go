@@ -89,7 +89,7 @@ func (l *lane) begin(ctx context.Context, force bool) (msgs []entry, more bool, 
 	for i, x := range prev.xip {
 		xip[i] = strconv.FormatUint(x, 10)
 	}
-	size := l.pageSize
+	size := l.fit
 	rows, err := l.d.pool.Query(ctx, l.d.sql.begin, append(l.identity(),
 		strconv.FormatUint(prev.xmax, 10), xip, size, force)...)
 	if err != nil {
@@ -122,6 +122,7 @@ func (l *lane) begin(ctx context.Context, force bool) (msgs []entry, more bool, 
 	if cur == "" {
 		return nil, false, errReload
 	}
+	l.fit = l.d.fit(size, len(msgs), bytes > l.d.cfg.PageBytes)
 	l.parked = parked
 	if !appended {
 		return nil, false, nil
@@ -230,7 +231,7 @@ type reader struct {
 }
 
 func (l *lane) newReader(ctx context.Context) (*reader, error) {
-	r := &reader{l: l, began: l.began, prev: l.cur.prev, until: l.cur.until, last: l.cur.lastID, size: l.pageSize}
+	r := &reader{l: l, began: l.began, prev: l.cur.prev, until: l.cur.until, last: l.cur.lastID, size: l.fit}
 	prev, err := parseSnapshot(r.prev)
 	if err != nil {
 		return nil, err
@@ -254,6 +255,19 @@ func (l *lane) newReader(ctx context.Context) (*reader, error) {
 		r.startB()
 	}
 	return r, nil
+}
+
+// firstFit is the number of messages that a lane asks for at first: what does
+// not fit into a page's bytes has been sent for nothing.
+const firstFit = 100
+
+// fit returns how many messages to ask for next, after having asked for size
+// and kept n, all of them unless they were cut for their bytes.
+func (d *Dispatcher) fit(size, n int, cut bool) int {
+	if cut {
+		return max(1, n)
+	}
+	return min(2*size, d.cfg.PageSize)
 }
 
 // startB goes on with part B, which begins at the range part's lowest id.
@@ -307,11 +321,7 @@ func (r *reader) read(ctx context.Context, query string, args ...any) (msgs []en
 	if !same {
 		return nil, errReload
 	}
-	if full { // read fewer rows of this size next time
-		r.size = max(1, len(msgs))
-	} else {
-		r.size = min(2*r.size, l.pageSize)
-	}
+	r.size = l.d.fit(r.size, len(msgs), full)
 	if len(msgs) > 0 {
 		r.last = msgs[len(msgs)-1].id
 	}

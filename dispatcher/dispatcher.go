@@ -203,7 +203,7 @@ func (d *Dispatcher) claimFree(ctx, work context.Context) {
 		l := &lane{
 			d: d, number: c.Lane, fence: c.Fence,
 			wake: make(chan bool, 1), ended: make(chan struct{}),
-			pageSize: d.cfg.PageSize,
+			fit: min(firstFit, d.cfg.PageSize),
 		}
 		l.lease.Store(int64(until.Sub(d.began)))
 		d.mu.Lock()

@@ -48,7 +48,7 @@ type lane struct {
 	published  bool  // all of cur's difference is settled, though its row may not say so
 	done       int64 // settled up to this id within the difference
 	parked     bool  // the lane has parked messages
-	pageSize   int
+	fit        int   // messages that are expected to fit into a page's bytes
 	lastAppend time.Time
 	thinnedTo  int64
 	lastThin   time.Time

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/broker"
 	"github.com/postroom/postroom/dispatcher"
 	"github.com/postroom/postroom/internal/pgtest"
 	"github.com/postroom/postroom/outbox"
@@ -96,6 +97,67 @@ func TestStopDrains(t *testing.T) {
 	waitStored(t, r, 100)
 	if n := len(r.messages()); n != 100 {
 		t.Errorf("%d publishes of 100 messages: the stop lost track of some", n)
+	}
+}
+
+// A stop in the middle of a page keeps track of what the page has settled.
+func TestStopInsideAPage(t *testing.T) {
+	pool := pgtest.New(t)
+	r := &recorder{answer: func(m postroom.Message) broker.Result {
+		if m.ID == "m50" {
+			return broker.Result{Outcome: broker.Unreachable, Err: errors.New("no leader")}
+		}
+		return broker.Result{Outcome: broker.Stored}
+	}}
+	write(t, pool, numbered("orders", 1, 0, 100)...)
+	stop := start(t, pool, r, dispatcher.Config{})
+	waitStored(t, r, 50)
+	eventually(t, 5*time.Second, func() string {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.calls < 3 {
+			return "it has not tried again"
+		}
+		return ""
+	})
+	stop()
+	again := &recorder{}
+	start(t, pool, again, dispatcher.Config{})
+	waitStored(t, again, 50)
+	if got := again.messages(); got[0].ID != "m50" || len(got) != 50 {
+		t.Errorf("after the stop %d messages were published, from %s on; want 50 from m50 on", len(got), got[0].ID)
+	}
+}
+
+// Pages are bounded in bytes as in messages.
+func TestPageBytes(t *testing.T) {
+	pool := pgtest.New(t)
+	most := 0
+	r := &recorder{before: func(_ context.Context, msgs []postroom.Message) {
+		bytes := 0
+		for _, m := range msgs {
+			bytes += len(m.Payload)
+		}
+		most = max(most, bytes)
+	}}
+	var msgs []postroom.Message
+	for i := range 60 {
+		size := 100_000
+		if i == 30 {
+			size = 1_000_000 // larger than a page
+		}
+		msgs = append(msgs, postroom.Message{ID: fmt.Sprint("m", i), Topic: "orders", Key: "k", Payload: make([]byte, size)})
+	}
+	write(t, pool, msgs...)
+	start(t, pool, r, dispatcher.Config{PageBytes: 250_000})
+	waitStored(t, r, 60)
+	for i, id := range r.firsts() {
+		if id != fmt.Sprint("m", i) {
+			t.Fatalf("%s came in place %d", id, i)
+		}
+	}
+	if most != 1_000_000 {
+		t.Errorf("the largest page had %d bytes, want that of the largest message", most)
 	}
 }
 
