@@ -23,13 +23,15 @@ func TestAudit(t *testing.T) {
 		{"all", []arrival{{"a1", a1}, {"a2", a2}, {"b1", b1}, {"a3", a3}}, counts{total: 4, distinct: 4}},
 		{"lost", []arrival{{"a1", a1}, {"a3", a3}, {"b1", b1}}, counts{total: 3, distinct: 3, missing: 1}},
 		{
-			"repeats do not disturb the order", []arrival{{"a1", a1}, {"a2", a2}, {"a1", a1}, {"a3", a3}, {"a2", a2}, {"b1", b1}},
+			"repeats do not disturb the order",
+			[]arrival{{"a1", a1}, {"a2", a2}, {"a1", a1}, {"a3", a3}, {"a2", a2}, {"b1", b1}},
 			counts{total: 6, distinct: 4, repeats: 2},
 		},
 		{"two overtaken", []arrival{{"a3", a3}, {"a1", a1}, {"b1", b1}, {"a2", a2}}, counts{total: 4, distinct: 4, disordered: 2}},
 		{"never committed", []arrival{{"a1", a1}, {"x", b1}, {"x", b1}}, counts{total: 3, distinct: 1, repeats: 1, unknown: 1, missing: 3}},
 		{
-			"altered", []arrival{{"a1", entry{"b", 1, a1.sum}}, {"a2", entry{"a", 9, a2.sum}}, {"a3", entry{"a", 3, b1.sum}}, {"b1", b1}, {"b1", entry{}}},
+			"altered",
+			[]arrival{{"a1", entry{"b", 1, a1.sum}}, {"a2", entry{"a", 9, a2.sum}}, {"a3", entry{"a", 3, b1.sum}}, {"b1", b1}, {"b1", entry{}}},
 			counts{total: 5, distinct: 4, repeats: 1, altered: 4},
 		},
 	}

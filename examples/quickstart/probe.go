@@ -144,7 +144,7 @@ func (d deliveryProbe) Ack(ctx context.Context) error {
 		if d.chance(ackLossPerMille) {
 			d.say(sayAckLost, 1)
 			d.say(sayEffect, 1)
-			return d.Delivery.Retry(ctx, 0) // the broker delivers it once more
+			return d.Retry(ctx, 0) // the broker delivers it once more
 		}
 	}
 	if err := d.Delivery.Ack(ctx); err != nil {

@@ -94,6 +94,7 @@ func (r *report) doubled() int { return r.sum(func(a *audit) int { return a.Repe
 func (r *report) unknown() int {
 	return r.broker.Unknown + r.sum(func(a *audit) int { return a.Unknown })
 }
+
 func (r *report) altered() int {
 	return r.broker.Altered + r.sum(func(a *audit) int { return a.Altered })
 }
