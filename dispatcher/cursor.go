@@ -106,6 +106,22 @@ func (l *lane) load(ctx context.Context) error {
 	}
 }
 
+const (
+	// newestCursor is the lane's newest row, $1 being the lane and $2 the origin.
+	newestCursor = `newest AS MATERIALIZED (
+    SELECT number, fence, owner, prev, until, last_id
+      FROM "postroom".outbox_cursors
+     WHERE lane = $1::int4 AND origin = $2::int8
+     ORDER BY number DESC LIMIT 1
+)`
+
+	// sameCursor demands, of that row as c and the lane's row as l, that they
+	// are what memory holds: the parameters that [lane.identity] returns.
+	sameCursor = `l.lane = $1 AND l.fence = $3::int8 AND l.owner = $4::text
+       AND c.number = $5::int8 AND c.fence = $6::int8 AND c.owner = $7::text
+       AND c.prev::text = $8::text AND c.until::text = $9::text AND c.last_id = $10::int8`
+)
+
 // advanceCursor appends progress within a difference, or its end. It is the
 // fence of the lane's owner: a stale one finds another fence in outbox_lanes,
 // or, where the takeover is too fresh for its snapshot, the number taken.
@@ -113,18 +129,11 @@ func (l *lane) load(ctx context.Context) error {
 const advanceCursor = `
 WITH setting AS MATERIALIZED (
     SELECT set_config('synchronous_commit', 'off', true)
-), newest AS MATERIALIZED (
-    SELECT number, fence, owner, prev, until, last_id
-      FROM "postroom".outbox_cursors
-     WHERE lane = $1::int4 AND origin = $2::int8
-     ORDER BY number DESC LIMIT 1
-)
+), ` + newestCursor + `
 INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
 SELECT $1, $2, c.number + 1, l.fence, l.owner, c.prev, c.until, $11::int8
   FROM setting, newest c, "postroom".outbox_lanes l
- WHERE l.lane = $1 AND l.fence = $3::int8 AND l.owner = $4::text
-   AND c.number = $5::int8 AND c.fence = $6::int8 AND c.owner = $7::text
-   AND c.prev::text = $8::text AND c.until::text = $9::text AND c.last_id = $10::int8
+ WHERE ` + sameCursor + `
    AND "postroom".origin() = $12::int8`
 
 // identity is the parameters by which a statement demands memory's row.

@@ -35,17 +35,10 @@ type entry struct {
 const beginDifference = `
 WITH setting AS MATERIALIZED (
     SELECT set_config('synchronous_commit', 'on', true)
-), newest AS MATERIALIZED (
-    SELECT number, fence, owner, prev, until, last_id
-      FROM "postroom".outbox_cursors
-     WHERE lane = $1::int4 AND origin = $2::int8
-     ORDER BY number DESC LIMIT 1
-), here AS MATERIALIZED (
+), ` + newestCursor + `, here AS MATERIALIZED (
     SELECT pg_current_snapshot() AS cur
       FROM setting, newest c, "postroom".outbox_lanes l
-     WHERE l.lane = $1 AND l.fence = $3::int8 AND l.owner = $4::text
-       AND c.number = $5::int8 AND c.fence = $6::int8 AND c.owner = $7::text
-       AND c.prev::text = $8::text AND c.until::text = $9::text AND c.last_id = $10::int8
+     WHERE ` + sameCursor + `
        AND "postroom".origin() = $2 AND NOT pg_is_in_recovery()
        AND pg_current_xact_id_if_assigned() IS NULL
 ), found AS MATERIALIZED (
@@ -142,19 +135,12 @@ func (l *lane) begin(ctx context.Context, force bool) (msgs []entry, more bool, 
 // closeOrigin opens the last difference of a lane of another database, which
 // a dump brought along: all that it wrote and that was not settled there.
 const closeOrigin = `
-WITH newest AS MATERIALIZED (
-    SELECT number, fence, owner, prev, until, last_id
-      FROM "postroom".outbox_cursors
-     WHERE lane = $1::int4 AND origin = $2::int8
-     ORDER BY number DESC LIMIT 1
-)
+WITH ` + newestCursor + `
 INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
 SELECT $1, $2, c.number + 1, l.fence, l.owner, c.until, '9223372036854775807:9223372036854775807:', 0
   FROM newest c, "postroom".outbox_lanes l,
        (SELECT set_config('synchronous_commit', 'on', true)) durable
- WHERE l.lane = $1 AND l.fence = $3::int8 AND l.owner = $4::text
-   AND c.number = $5::int8 AND c.fence = $6::int8 AND c.owner = $7::text
-   AND c.prev::text = $8::text AND c.until::text = $9::text AND c.last_id = $10::int8
+ WHERE ` + sameCursor + `
    AND "postroom".origin() = $11::int8 AND NOT pg_is_in_recovery()`
 
 func (l *lane) beginClosed(ctx context.Context) error {

@@ -150,18 +150,11 @@ SELECT k.topic, k.key
 const parkMessages = `
 WITH setting AS MATERIALIZED (
     SELECT set_config('synchronous_commit', 'on', true)
-), newest AS MATERIALIZED (
-    SELECT number, fence, owner, prev, until, last_id
-      FROM "postroom".outbox_cursors
-     WHERE lane = $1::int4 AND origin = $2::int8
-     ORDER BY number DESC LIMIT 1
-), appended AS (
+), ` + newestCursor + `, appended AS (
     INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
     SELECT $1, $2, c.number + 1, l.fence, l.owner, c.prev, c.until, $11::int8
       FROM setting, newest c, "postroom".outbox_lanes l
-     WHERE l.lane = $1 AND l.fence = $3::int8 AND l.owner = $4::text
-       AND c.number = $5::int8 AND c.fence = $6::int8 AND c.owner = $7::text
-       AND c.prev::text = $8::text AND c.until::text = $9::text AND c.last_id = $10::int8
+     WHERE ` + sameCursor + `
        AND "postroom".origin() = $12::int8
     RETURNING number
 ), aside AS (
