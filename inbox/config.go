@@ -156,8 +156,8 @@ func (c Config) forConsumer(maxConns int) (Config, error) {
 	if c.MaxRetryDelay == 0 {
 		c.MaxRetryDelay = max(30*time.Second, c.RetryDelay)
 	}
-	if c.MaxRetryDelay < c.RetryDelay {
-		bad("MaxRetryDelay is %v, want at least RetryDelay, which is %v", c.MaxRetryDelay, c.RetryDelay)
+	if c.MaxRetryDelay < max(c.RetryDelay, time.Millisecond) {
+		bad("MaxRetryDelay is %v, want at least 1ms and RetryDelay, which is %v", c.MaxRetryDelay, c.RetryDelay)
 	}
 	if c.DeadLetterTopic != "" {
 		if err := checkTopic(c.DeadLetterTopic); err != nil {

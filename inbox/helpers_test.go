@@ -243,7 +243,7 @@ func testLogger(t testing.TB) *slog.Logger {
 	t.Cleanup(func() {
 		if t.Failed() {
 			s := l.String()
-			t.Logf("log:\n%s", s[:min(len(s), 20_000)])
+			t.Logf("log:\n%s", s[:min(len(s), 4_000)])
 		}
 	})
 	return l.logger()

@@ -114,8 +114,9 @@ func (r Result) String() string {
 // may be acknowledged.
 //
 // Of copies that are handled at the same time, one runs and the others wait for
-// it, at most for [Config].LockTimeout, with a connection each. They end as a
-// duplicate, run themselves if the first failed, or fail with [ErrTransient].
+// it, at most for [Config].LockTimeout; with a connection each where they are in
+// different processes. They end as a duplicate, run themselves if the first
+// failed, or fail with [ErrTransient].
 //
 // A transaction that lost a conflict or its connection is repeated a few times
 // at short intervals, so h may run more than once. A COMMIT whose answer was

@@ -77,6 +77,13 @@ func (r *handlerRows) Err() error {
 	return r.Rows.Err()
 }
 
+func (r *handlerRows) Conn() *pgx.Conn {
+	if r.g != nil {
+		r.g.suspectIf(true)
+	}
+	return r.Rows.Conn()
+}
+
 // handlerRow is the row of a handler's QueryRow.
 type handlerRow struct {
 	pgx.Row

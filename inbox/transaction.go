@@ -64,9 +64,14 @@ RETURNING pg_current_xact_id()::text`
 // attempt runs one transaction for m: begin, record by the given statement,
 // handler, commit. It makes two round trips besides those of the handler.
 func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h Handler) (Result, *failure) {
+	end, err := copies.take(ctx, turnKey{b.pool, b.subscriber, m.ID}, b.cfg.LockTimeout)
+	if err != nil {
+		return Failed, b.beginFailed(ctx, m.ID, err)
+	}
+	defer end()
 	t, err := b.begin(ctx, m.ID, record)
 	if err != nil {
-		return Failed, b.beginFailed(m.ID, err)
+		return Failed, b.beginFailed(ctx, m.ID, err)
 	}
 	if b.began != nil {
 		b.began()
@@ -104,11 +109,11 @@ func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h 
 // begin returns a transaction in which the message is recorded, or nil where it
 // was before.
 func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
-	ctx, cancel := context.WithTimeout(ctx, b.cfg.LockTimeout+ownTime)
-	defer cancel()
+	ctx, stop := statements.with(ctx, b.cfg.LockTimeout+ownTime)
+	defer stop()
 	conn, err := b.pool.Acquire(ctx)
 	if err != nil {
-		return nil, err
+		return nil, noAnswer(ctx, err)
 	}
 	t := &txn{conn: conn}
 	var batch pgx.Batch
@@ -124,7 +129,7 @@ func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
 	err = results.Close()
 	if err != nil || t.xid == "" {
 		b.rollback(ctx, t)
-		return nil, err
+		return nil, noAnswer(ctx, err)
 	}
 	t.g = &guard{conn: conn.Conn()}
 	return t, nil
@@ -136,29 +141,39 @@ const stillOurs = `
 SELECT (CASE WHEN pg_current_xact_id_if_assigned()::text IS NOT DISTINCT FROM $1::text THEN '1'
              ELSE 'postroom: the handler ended its transaction' END)::integer`
 
-// commit ends t. ctx no longer bounds it: an interrupted COMMIT would have to be
-// looked up.
-func (b *box) commit(ctx context.Context, t *txn, id string) *failure {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), commitTime)
-	defer cancel()
-	var ours, rolledBack bool
+// commit sends COMMIT. ours is false where the handler had put another
+// transaction in the place of t, which is then still open.
+func (t *txn) commit(ctx context.Context) (ours bool, tag pgconn.CommandTag, err error) {
+	if !t.g.suspect {
+		tag, err = t.conn.Exec(ctx, "commit")
+		return true, tag, err
+	}
 	var batch pgx.Batch
 	batch.Queue(stillOurs, t.xid).QueryRow(func(row pgx.Row) error {
 		err := row.Scan(nil)
 		ours = err == nil
 		return err
 	})
-	batch.Queue("commit").Exec(func(tag pgconn.CommandTag) error {
-		rolledBack = tag.String() == "ROLLBACK"
+	batch.Queue("commit").Exec(func(ct pgconn.CommandTag) error {
+		tag = ct
 		return nil
 	})
-	err := t.conn.SendBatch(ctx, &batch).Close()
+	err = t.conn.SendBatch(ctx, &batch).Close()
+	return ours, tag, err
+}
+
+// commit ends t. ctx no longer bounds it: an interrupted COMMIT would have to be
+// looked up.
+func (b *box) commit(ctx context.Context, t *txn, id string) *failure {
+	ctx, stop := statements.with(context.WithoutCancel(ctx), commitTime)
+	defer stop()
+	ours, tag, err := t.commit(ctx)
 	lost := t.conn.Conn().IsClosed()
 	b.rollback(ctx, t)
 
-	f := &failure{subscriber: b.subscriber, id: id, stage: stageCommit, err: err, trouble: databaseTrouble(err)}
+	f := &failure{subscriber: b.subscriber, id: id, stage: stageCommit, err: noAnswer(ctx, err), trouble: databaseTrouble(err)}
 	switch {
-	case err == nil && rolledBack:
+	case err == nil && tag.String() == "ROLLBACK":
 		f.err = pgx.ErrTxCommitRollback
 	case err == nil:
 		return nil
@@ -193,7 +208,7 @@ SELECT EXISTS (SELECT FROM "postroom".processed_messages WHERE subscriber_id = $
 // was lost. false means that it failed, or is not over yet, or cannot be looked
 // up: in each case a repeat of the message is safe.
 func (b *box) isRecorded(ctx context.Context, id string) bool {
-	ctx, cancel := context.WithTimeout(ctx, lookUpTime)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookUpTime)
 	defer cancel()
 	pause := newBackoff(20*time.Millisecond, time.Second)
 	for range lookUpTries {
@@ -222,6 +237,9 @@ func (b *box) discard(ctx context.Context, t *txn) {
 func (b *box) rollback(ctx context.Context, t *txn) {
 	defer t.conn.Release() // closes a connection that is not idle
 	conn := t.conn.Conn()
+	if large := t.g != nil && t.g.large; !large && (conn.IsClosed() || conn.PgConn().TxStatus() == 'I') {
+		return
+	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
 	defer cancel()
 	if !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {

@@ -55,7 +55,7 @@ func databaseTrouble(err error) bool {
 func contention(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
 	if !ok {
-		return false
+		return errors.Is(err, errCopyRuns)
 	}
 	switch pgErr.Code {
 	case "40001", "40P01", lockNotAvailable, "0A000":
@@ -67,7 +67,7 @@ func contention(err error) bool {
 // timedOutOnLock reports whether another transaction held a lock for too long.
 func timedOutOnLock(err error) bool {
 	pgErr, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && pgErr.Code == lockNotAvailable
+	return ok && pgErr.Code == lockNotAvailable || errors.Is(err, errCopyRuns)
 }
 
 // timedOut reports whether the server ended the transaction because the handler
@@ -106,11 +106,11 @@ func (f *failure) Is(target error) bool { return target == ErrTransient && f.tro
 
 // beginFailed judges an error before the handler ran: nothing is wrong with the
 // message, unless its id is what the server cannot take.
-func (b *box) beginFailed(id string, err error) *failure {
-	trouble := true
+func (b *box) beginFailed(ctx context.Context, id string, err error) *failure {
+	trouble := ctx.Err() == nil
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
 		class := pgErr.Code[:min(2, len(pgErr.Code))]
-		trouble = class != "22" && class != "23"
+		trouble = trouble && class != "22" && class != "23"
 	}
 	return &failure{b.subscriber, id, stageBegin, err, trouble, false}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 
 	"github.com/jackc/pgx/v5"
@@ -34,6 +35,7 @@ type guard struct {
 	returned bool          // the handler has
 	ended    bool          // Commit or Rollback was called on the transaction
 	large    bool          // LargeObjects was called, whose use is not guarded
+	suspect  bool          // the transaction may have been replaced, see suspected
 	cause    error         // why the transaction is aborted or its connection lost, if it is
 }
 
@@ -178,6 +180,7 @@ func (t *handlerTx) refuseEnd() error {
 }
 
 func (t *handlerTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
+	t.g.suspectIf(suspected(sql, args))
 	err = t.g.whole(ctx, false, func() error {
 		tag, err = t.Tx.Exec(ctx, sql, args...)
 		return err
@@ -186,6 +189,7 @@ func (t *handlerTx) Exec(ctx context.Context, sql string, args ...any) (tag pgco
 }
 
 func (t *handlerTx) Prepare(ctx context.Context, name, sql string) (sd *pgconn.StatementDescription, err error) {
+	t.g.suspectIf(suspected(sql, nil))
 	err = t.g.whole(ctx, false, func() error {
 		sd, err = t.Tx.Prepare(ctx, name, sql)
 		return err
@@ -207,6 +211,7 @@ func (t *handlerTx) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 	if err := t.g.enter(ctx); err != nil {
 		return failedRows(err), err
 	}
+	t.g.suspectIf(suspected(sql, args))
 	inner, err := t.Tx.Query(ctx, sql, args...)
 	t.g.leave(err, err == nil)
 	return &handlerRows{Rows: inner, g: t.g, last: true}, err
@@ -216,6 +221,7 @@ func (t *handlerTx) QueryRow(ctx context.Context, sql string, args ...any) pgx.R
 	if err := t.g.enter(ctx); err != nil {
 		return failedRow{err}
 	}
+	t.g.suspectIf(suspected(sql, args))
 	inner := t.Tx.QueryRow(ctx, sql, args...)
 	t.g.leave(nil, true)
 	return &handlerRow{Row: inner, g: t.g, last: true}
@@ -225,9 +231,18 @@ func (t *handlerTx) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResult
 	if err := t.g.enter(ctx); err != nil {
 		return pgx.FailedBatchResults(b, err)
 	}
+	for _, q := range b.QueuedQueries {
+		t.g.suspectIf(suspected(q.SQL, q.Arguments))
+	}
 	inner := t.Tx.SendBatch(ctx, b)
 	t.g.leave(nil, true)
 	return &handlerBatch{BatchResults: inner, g: t.g}
+}
+
+// Conn cannot be guarded.
+func (t *handlerTx) Conn() *pgx.Conn {
+	t.g.suspectIf(true)
+	return t.Tx.Conn()
 }
 
 // LargeObjects cannot be guarded, since pgx alone can make one. The connection
@@ -237,4 +252,48 @@ func (t *handlerTx) LargeObjects() pgx.LargeObjects {
 	defer t.g.mu.Unlock()
 	t.g.large = true
 	return t.Tx.LargeObjects()
+}
+
+// suspectIf notes that the handler may have replaced its transaction by another
+// one. That it has merely ended it shows in the connection's status.
+func (g *guard) suspectIf(may bool) {
+	if may {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.suspect = true
+	}
+}
+
+// suspected reports whether a statement may begin a transaction: COMMIT AND CHAIN,
+// ROLLBACK AND CHAIN, BEGIN, START TRANSACTION. A word that is meant otherwise
+// costs one small query at the commit. What rewrites a query gets the connection.
+func suspected(sql string, args []any) bool {
+	if len(args) > 0 {
+		switch args[0].(type) {
+		case pgx.NamedArgs, pgx.StrictNamedArgs:
+		case pgx.QueryRewriter:
+			return true
+		}
+	}
+	for i := range len(sql) {
+		switch sql[i] | 0x20 { // lower case, for letters
+		case 'b':
+			if hasWord(sql[i:], "begin") {
+				return true
+			}
+		case 'c':
+			if hasWord(sql[i:], "chain") {
+				return true
+			}
+		case 's':
+			if hasWord(sql[i:], "start") {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func hasWord(s, word string) bool {
+	return len(s) >= len(word) && strings.EqualFold(s[:len(word)], word)
 }
