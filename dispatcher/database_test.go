@@ -160,3 +160,53 @@ func TestCase_B32_IdleCost(t *testing.T) {
 		t.Errorf("a message after idling took %v", d)
 	}
 }
+
+// What an open transaction has written in bulk is walked by a few polls, not
+// by every one, although no other transaction moves the snapshot.
+func TestOpenBulkInsertIsNotWalkedByEveryPoll(t *testing.T) {
+	pool := pgtest.New(t)
+	r := &recorder{}
+	start(t, pool, r, dispatcher.Config{MaxPollInterval: 20 * time.Millisecond})
+	tx, err := pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tx.Rollback(context.Background()) }()
+	_, err = tx.Exec(t.Context(), `
+		INSERT INTO postroom.outbox_messages (hash, message_id, topic)
+		SELECT n, 'bulk' || n, 'orders' FROM generate_series(1, 400000) n`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Then no more index entries of the bulk are read than one poll would.
+	read := func() (n int64) {
+		if err := pool.QueryRow(t.Context(), `SELECT pg_stat_clear_snapshot()`).Scan(nil); err != nil {
+			t.Fatal(err)
+		}
+		err := pool.QueryRow(t.Context(), `
+			SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'outbox_messages_xid'`).Scan(&n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	eventually(t, 20*time.Second, func() string {
+		before, began := read(), time.Now()
+		for time.Since(began) < 1500*time.Millisecond {
+			select {
+			case <-time.After(10 * time.Millisecond):
+			case <-t.Context().Done():
+			}
+		}
+		if n := read() - before; n > 50_000 {
+			return fmt.Sprintf("%d index entries read in 1.5 s", n)
+		}
+		return ""
+	})
+	write(t, pool, numbered("orders", 3, 0, 10)...)
+	waitStored(t, r, 10)
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	waitStored(t, r, 400_010)
+}

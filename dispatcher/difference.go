@@ -49,13 +49,13 @@ WITH setting AS MATERIALIZED (
                AND pg_visible_in_snapshot(xid, here.cur)
              ORDER BY xid LIMIT $13::int4 + 1) r)
     UNION ALL
-    (SELECT r.* FROM here, LATERAL (
+    (SELECT r.* FROM here CROSS JOIN unnest($12::text[]::xid8[]) AS x(x) CROSS JOIN LATERAL (
             SELECT id, message_id, topic, key, payload, header_names, header_values, operation, created_at
               FROM "postroom".outbox_messages
-             WHERE lane = $1 AND origin = $2
-               AND xid = ANY (ARRAY(SELECT x FROM unnest($12::text[]::xid8[]) x
-                                     WHERE pg_visible_in_snapshot(x, (SELECT cur FROM here))))
-             LIMIT $13 + 1) r)
+             WHERE lane = $1 AND origin = $2 AND xid = x.x
+             ORDER BY id LIMIT $13 + 1) r
+      WHERE pg_visible_in_snapshot(x.x, here.cur)
+      LIMIT $13 + 1)
 ), appended AS (
     INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
     SELECT $1, $2, $5 + 1, $3, $4, $9::pg_snapshot, here.cur,

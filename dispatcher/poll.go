@@ -10,7 +10,8 @@ import (
 
 // pollLanes asks for all idle lanes at once whether something has come: in the
 // range from the cursor's xmax, or from the transactions that it saw running.
-// It also brings the number of the newest cursor where $4 asks for it, so that
+// Each transaction is a probe of its own: = ANY of an array that is not known
+// when the plan is made reads the whole lane. It also brings the number of the newest cursor where $4 asks for it, so that
 // a cursor that memory does not know is noticed even when nothing seems new.
 const pollLanes = `
 SELECT l.lane, pg_snapshot_xmax(pg_current_snapshot())::text::int8,
@@ -18,10 +19,11 @@ SELECT l.lane, pg_snapshot_xmax(pg_current_snapshot())::text::int8,
          WHERE m.lane = l.lane AND m.origin = $3::int8 AND m.xid >= pg_snapshot_xmax(l.until)
          ORDER BY m.xid LIMIT 1) IS NOT NULL
        OR
-       (SELECT true FROM "postroom".outbox_messages m
-         WHERE m.lane = l.lane AND m.origin = $3 AND m.xid = ANY (ARRAY(
-               SELECT x FROM pg_snapshot_xip(l.until) x
-                WHERE pg_visible_in_snapshot(x, pg_current_snapshot())))
+       (SELECT true FROM pg_snapshot_xip(l.until) AS x(x) CROSS JOIN LATERAL (
+               SELECT m.id FROM "postroom".outbox_messages m
+                WHERE m.lane = l.lane AND m.origin = $3 AND m.xid = x.x
+                ORDER BY m.id LIMIT 1) f
+         WHERE pg_visible_in_snapshot(x.x, pg_current_snapshot())
          LIMIT 1) IS NOT NULL,
        CASE WHEN $4::bool THEN
        (SELECT c.number FROM "postroom".outbox_cursors c
@@ -32,10 +34,13 @@ SELECT l.lane, pg_snapshot_xmax(pg_current_snapshot())::text::int8,
 const (
 	// emptyAdvance is the number of transaction ids after which an idle lane's
 	// cursor moves up, at most once a second, so that what an open or aborted
-	// transaction has written is not walked by every poll. Each such
-	// advance draws an id of its own.
+	// transaction has written is not walked by every poll. Each such advance
+	// draws an id of its own. A poll that takes longer than slowPoll is a reason
+	// too: the snapshot passes an open transaction's id only when a later one
+	// has ended, and on a quiet server none but the advance's own will.
 	emptyAdvance      = 1000
 	emptyAdvanceEvery = time.Second
+	slowPoll          = 5 * time.Millisecond
 )
 
 // poll wakes idle lanes, again and again until ctx ends: every 2 ms while
@@ -89,6 +94,7 @@ func (d *Dispatcher) pollOnce(ctx context.Context, lanes []*lane, states []*poll
 	for i, l := range lanes {
 		numbers[i], untils[i], byNumber[l.number] = l.number, states[i].until, i
 	}
+	began := time.Now()
 	rows, err := d.pool.Query(ctx, d.sql.poll, numbers, untils, d.home.Load(), check)
 	if err != nil {
 		return false, err
@@ -100,7 +106,7 @@ func (d *Dispatcher) pollOnce(ctx context.Context, lanes []*lane, states []*poll
 	_, err = pgx.ForEachRow(rows, []any{&number, &xmax, &something, &newest}, func() error {
 		i := byNumber[number]
 		differs := check && (newest == nil || *newest != states[i].number)
-		force := differs || states[i].stale(xmax)
+		force := differs || states[i].stale(xmax, time.Since(began) > slowPoll)
 		if something || force {
 			lanes[i].rouse(force)
 		}
@@ -111,9 +117,15 @@ func (d *Dispatcher) pollOnce(ctx context.Context, lanes []*lane, states []*poll
 }
 
 // stale reports whether the cursor should move although nothing has come.
-func (s *pollState) stale(xmax int64) bool {
+func (s *pollState) stale(xmax int64, slow bool) bool {
+	if time.Since(s.since) < emptyAdvanceEvery {
+		return false
+	}
 	until, err := parseSnapshot(s.until)
-	return err != nil || xmax > int64(until.xmax)+emptyAdvance && time.Since(s.since) >= emptyAdvanceEvery
+	if err != nil {
+		return true
+	}
+	return slow || xmax > int64(until.xmax)+emptyAdvance
 }
 
 // rouse wakes the lane; it does not block.
