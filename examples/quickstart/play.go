@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"sync"
@@ -45,7 +46,7 @@ func play(ctx context.Context, o options, s *screen) (r *report, err error) {
 	g := &game{options: o, stage: st, screen: s}
 	g.producers = &producers{pool: st.pool, hooks: hooks, ledger: newLedger(), tally: &g.tally}
 	if o.breaks == breakOutbox {
-		bus, err := nats.Open(ctx, st.brokerURL, nats.Config{})
+		bus, err := nats.Open(ctx, st.brokerURL, nats.Config{Logger: slog.New(slog.DiscardHandler)})
 		if err != nil {
 			return nil, err
 		}
