@@ -279,7 +279,8 @@ func (r *reader) page(ctx context.Context) ([]entry, error) {
 func (r *reader) read(ctx context.Context, query string, args ...any) (msgs []entry, err error) {
 	l := r.l
 	rows, err := l.d.pool.Query(ctx, query, append([]any{
-		l.number, l.origin, l.home, r.began, r.prev, r.until}, args...)...)
+		l.number, l.origin, l.home, r.began, r.prev, r.until,
+	}, args...)...)
 	if err != nil {
 		return nil, err
 	}

@@ -41,7 +41,7 @@ func refuse(ids ...string) func(postroom.Message) broker.Result {
 	return func(m postroom.Message) broker.Result {
 		for _, id := range ids {
 			if m.ID == id {
-				return broker.Result{Outcome: broker.Refused, Err: errors.New("too large:\x00 10 > 5\n")}
+				return broker.Result{Outcome: broker.Refused, Err: errors.New("too large:\n\x00 10 > 5")}
 			}
 		}
 		return broker.Result{Outcome: broker.Stored}
@@ -67,7 +67,7 @@ func TestRefusedIsParkedAndItsKeyWaits(t *testing.T) {
 		if strings.Join(got, ",") != want {
 			t.Errorf("parked: %s\nwant: %s", strings.Join(got, ","), want)
 		}
-		if e := rows[0].Error; e == nil || *e != "too large:  10 > 5 " || rows[0].Attempts != 1 {
+		if e := rows[0].Error; e == nil || *e != "too large:   10 > 5" || rows[0].Attempts != 1 {
 			t.Errorf("error %v, attempts %d", e, rows[0].Attempts)
 		}
 		if p := keyOrder(r); p != "" {
