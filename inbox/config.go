@@ -39,9 +39,11 @@ type Config struct {
 	// Default 8, or one less than MaxConns where that is smaller, but at least 1.
 	Concurrency int
 
-	// MaxInFlight is the most messages that are held: being handled, waiting
-	// for their key or for their retry. At least Concurrency. Default 16 times
-	// Concurrency.
+	// MaxInFlight is the most messages that are held in memory: being handled,
+	// waiting for their key or for their retry. One key can fill it with
+	// messages that wait behind its first, and then holds up the others until
+	// that one is handled or a dead letter. At least Concurrency. Default 16
+	// times Concurrency.
 	MaxInFlight int
 
 	// MaxAttempts is how often a message is handled before it becomes a dead

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -253,7 +254,12 @@ func TestDatabaseAwayAndBack(t *testing.T) {
 		defer p.mu.Unlock()
 		return p.refused
 	}
-	eventually(t, "several looks", func() bool { return refused() > 20 })
+	eventually(t, "several looks", func() bool { return refused() > 10 })
+	begin := time.Now()
+	eventually(t, "20 more", func() bool { return refused() > 30 })
+	if d := time.Since(begin); d < 100*time.Millisecond { // 20 times 25ms, on average
+		t.Errorf("20 looks within %v", d)
+	}
 	if n := strings.Count(l.String(), "level=WARN"); n > refused() {
 		t.Errorf("%d warnings for %d looks", n, refused())
 	}

@@ -160,12 +160,12 @@ func (r *run) start(now time.Time) time.Time {
 	if r.stopping {
 		return time.Time{}
 	}
-	next := r.s.wake(now)
+	r.s.wake(now)
 	if r.outage != nil && now.Before(r.outage.until) {
 		return r.outage.until
 	}
 	for len(r.running) < r.c.box.cfg.Concurrency && (r.outage == nil || !r.outage.probing) {
-		t := r.s.next()
+		t := r.s.next(now)
 		if t == nil {
 			break
 		}
@@ -178,7 +178,7 @@ func (r *run) start(now time.Time) time.Time {
 	if r.outage != nil && !r.outage.probing && r.s.held == 0 {
 		r.back() // nothing is left to look with
 	}
-	return next
+	return r.s.due()
 }
 
 // run handles t in a goroutine of its own, which the handler may end.
@@ -253,7 +253,7 @@ func (r *run) away(err error) {
 	r.c.setDatabase(err)
 	pause := r.outage.pause.NextBackOff()
 	r.outage.probing, r.outage.until = false, time.Now().Add(pause)
-	r.c.box.cfg.Logger.LogAttrs(r.work, slog.LevelWarn, "database away",
+	r.c.box.cfg.Logger.LogAttrs(r.work, slog.LevelWarn, "database trouble",
 		slog.String("subscriber", r.c.box.subscriber), slog.Duration("retry_after", pause), slog.Any("error", err))
 }
 

@@ -93,27 +93,39 @@ func (s *schedule) add(t *task) {
 	}
 }
 
-// dropLost forgets the tasks of l that may have been given to others. A lane
-// that becomes empty stays until next or wake finds it.
-func (s *schedule) dropLost(l *lane) {
+// dropLost forgets the tasks of l that may have been given to others, and
+// reports whether there were any. A lane that becomes empty stays until next
+// finds it.
+func (s *schedule) dropLost(l *lane) bool {
 	first := 0
 	if l.running {
 		first = 1
 	}
 	kept := slices.DeleteFunc(l.tasks[first:], (*task).lost)
-	s.held -= len(l.tasks) - first - len(kept)
+	dropped := len(l.tasks) - first - len(kept)
+	s.held -= dropped
 	l.tasks = l.tasks[:first+len(kept)]
+	return dropped > 0
 }
 
+// settling is how long a lane rests after a loss. The broker may be about to say
+// the same of those behind, which must not run before what others now have.
+const settling = 20 * time.Millisecond
+
 // next returns a task that may run, and counts it as running, or nil.
-func (s *schedule) next() *task {
+func (s *schedule) next(now time.Time) *task {
 	for len(s.ready) > 0 {
 		l := s.ready[0]
 		s.ready[0] = nil
 		s.ready = s.ready[1:]
-		s.dropLost(l)
+		lost := s.dropLost(l)
 		if len(l.tasks) == 0 {
 			delete(s.lanes, l.key)
+			continue
+		}
+		if lost {
+			l.due = now.Add(settling)
+			heap.Push(&s.waiting, l)
 			continue
 		}
 		l.running = true
@@ -143,15 +155,19 @@ func (s *schedule) again(t *task, due time.Time) {
 	heap.Push(&s.waiting, t.lane)
 }
 
-// wake makes ready what is due, and returns when the next is, or the zero time.
-func (s *schedule) wake(now time.Time) time.Time {
-	for len(s.waiting) > 0 {
-		if due := s.waiting[0].due; due.After(now) {
-			return due
-		}
+// wake makes ready what is due.
+func (s *schedule) wake(now time.Time) {
+	for len(s.waiting) > 0 && !s.waiting[0].due.After(now) {
 		s.ready = append(s.ready, heap.Pop(&s.waiting).(*lane))
 	}
-	return time.Time{}
+}
+
+// due returns when the next waiting lane is due, or the zero time.
+func (s *schedule) due() time.Time {
+	if len(s.waiting) == 0 {
+		return time.Time{}
+	}
+	return s.waiting[0].due
 }
 
 // takeIdle removes all tasks of lanes that are not running.

@@ -31,7 +31,8 @@ func (t *task) lose() { close(t.d.(*fakeDelivery).lost) }
 
 // runnable takes all that may run now.
 func runnable(s *schedule) (ids []string, tasks []*task) {
-	for t := s.next(); t != nil; t = s.next() {
+	now := time.Now()
+	for t := s.next(now); t != nil; t = s.next(now) {
 		ids, tasks = append(ids, t.m.ID), append(tasks, t)
 	}
 	return ids, tasks
@@ -65,10 +66,12 @@ func TestScheduleRunsOneOfAKey(t *testing.T) {
 	if ids, _ = runnable(s); len(ids) != 0 {
 		t.Errorf("while b1 waits: %q", ids)
 	}
-	if due := s.wake(now); !due.Equal(now.Add(time.Second)) {
+	s.wake(now)
+	if due := s.due(); !due.Equal(now.Add(time.Second)) {
 		t.Errorf("due = %v", due)
 	}
-	if due := s.wake(now.Add(time.Second)); !due.IsZero() {
+	s.wake(now.Add(time.Second))
+	if due := s.due(); !due.IsZero() {
 		t.Errorf("due = %v, want none", due)
 	}
 	ids, _ = runnable(s)
@@ -104,6 +107,9 @@ func TestScheduleDropsWhatIsLost(t *testing.T) {
 	a2.lose()
 	s.add(newTask("a1 again", "a")) // does not wait for the lost one's hour
 	ids, tasks := runnable(s)
+	wantIDs(t, "at the loss", ids)
+	s.wake(time.Now().Add(settling))
+	ids, tasks = runnable(s)
 	wantIDs(t, "after the loss", ids, "a1 again")
 	if s.held != 1 {
 		t.Errorf("held = %d, want 1", s.held)
@@ -119,9 +125,30 @@ func TestScheduleDropsWhatIsLost(t *testing.T) {
 	}
 	s.done(tasks[0])
 	runnable(s)
+	s.wake(time.Now().Add(settling))
+	runnable(s)
 	if s.held != 0 || len(s.lanes) != 0 {
 		t.Errorf("held = %d, lanes = %d at the end", s.held, len(s.lanes))
 	}
+}
+
+// One behind a lost one that is about to be lost too does not run.
+func TestScheduleRestsAfterALoss(t *testing.T) {
+	s := newSchedule(100)
+	a1, a2 := newTask("a1", "a"), newTask("a2", "a")
+	s.add(a1)
+	s.add(a2)
+	a1.lose()
+	ids, _ := runnable(s)
+	wantIDs(t, "at the loss", ids)
+	a2.lose()
+	s.add(newTask("a1 again", "a"))
+	s.wake(time.Now().Add(time.Hour))
+	ids, _ = runnable(s)
+	wantIDs(t, "at the second loss", ids)
+	s.wake(time.Now().Add(time.Hour))
+	ids, _ = runnable(s)
+	wantIDs(t, "after it", ids, "a1 again")
 }
 
 func TestScheduleLostWhileWaiting(t *testing.T) {
@@ -143,8 +170,8 @@ func TestScheduleTake(t *testing.T) {
 	for _, id := range []string{"a1", "b1", "a2", "c1", "c2"} {
 		s.add(newTask(id, id[:1]))
 	}
-	a1 := s.next()
-	b1 := s.next()
+	a1 := s.next(time.Now())
+	b1 := s.next(time.Now())
 	s.again(b1, time.Now().Add(time.Hour))
 	if idle := s.takeIdle(); len(idle) != 3 {
 		t.Errorf("%d tasks are idle, want b1, c1, c2", len(idle))
