@@ -161,17 +161,20 @@ func (l *lane) opened() {
 	l.published, l.began, l.done = l.cur.settled(), l.cur.number, 0
 }
 
-// differenceBounds finds the lowest and highest id in the range part. OFFSET 0
-// keeps the planner from walking the primary key for them.
+// differenceBounds finds the lowest id in the range part. OFFSET 0 keeps the
+// planner from walking the primary key for it.
 const differenceBounds = `
-SELECT coalesce(min(id), 9223372036854775807), coalesce(max(id), 0)
-  FROM (SELECT id FROM "postroom".outbox_messages
-         WHERE lane = $1::int4 AND origin = $2::int8 AND xid >= $3::text::xid8
-           AND pg_visible_in_snapshot(xid, $4::pg_snapshot)
-         ORDER BY xid OFFSET 0) s`
+SELECT g.same, b.low
+  FROM (` + guard + `) g CROSS JOIN LATERAL (
+       SELECT coalesce(min(id), 9223372036854775807) AS low
+         FROM (SELECT id FROM "postroom".outbox_messages
+                WHERE lane = $1 AND origin = $2 AND xid >= $7::text::xid8
+                  AND pg_visible_in_snapshot(xid, $8::pg_snapshot)
+                ORDER BY xid OFFSET 0) s) b`
 
-// guard is the first part of every page: it demands the primary, the database
-// that memory knows and the row that opened the difference.
+// guard is the first part of whatever reads a difference after it was opened: it
+// demands the primary, the database that memory knows and the row that opened
+// the difference. A standby may answer, and not yet hold its messages.
 const guard = `
 SELECT NOT pg_is_in_recovery() AND "postroom".origin() = $3::int8
        AND EXISTS (SELECT FROM "postroom".outbox_cursors
@@ -231,11 +234,14 @@ func (l *lane) newReader(ctx context.Context) (*reader, error) {
 		r.partB = true // everything is new: there is nothing to skip
 		return r, nil
 	}
-	var high int64
-	err = l.d.pool.QueryRow(ctx, l.d.sql.bounds, l.number, l.origin,
-		strconv.FormatUint(prev.xmax, 10), r.until).Scan(&r.low, &high)
+	var same bool
+	err = l.d.pool.QueryRow(ctx, l.d.sql.bounds, l.number, l.origin, l.home, r.began, r.prev, r.until,
+		strconv.FormatUint(prev.xmax, 10), r.until).Scan(&same, &r.low)
 	if err != nil {
 		return nil, err
+	}
+	if !same {
+		return nil, errReload
 	}
 	if len(r.fin) == 0 || r.last >= r.low {
 		r.startB()

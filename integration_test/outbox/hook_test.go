@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -69,7 +70,7 @@ func (h *hook) watch(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer = h }
 const (
 	pollPart   = "pg_snapshot_xmax(l.until)"
 	beginPart  = "pg_current_xact_id_if_assigned() IS NULL"
-	boundsPart = "max(id)"
+	boundsPart = "AS low"
 	behindPart = "AS k(topic, key)"
 )
 
@@ -170,4 +171,12 @@ func (r *relay) serve(c net.Conn) {
 	delete(r.conns, c)
 	delete(r.conns, s)
 	r.mu.Unlock()
+}
+
+func parsePort(s string) uint16 {
+	n, err := strconv.ParseUint(s, 10, 16)
+	if err != nil {
+		panic(err)
+	}
+	return uint16(n)
 }
