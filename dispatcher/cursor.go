@@ -97,6 +97,7 @@ func (l *lane) load(ctx context.Context) error {
 		if c.number > 0 && !reopened {
 			l.cur = c
 			l.opened()
+			l.parked = true // perhaps: the next begin asks
 			return nil
 		}
 		_, err = l.d.pool.Exec(ctx, l.d.sql.first, l.number, l.origin, c.number, l.fence, l.d.owner)

@@ -169,6 +169,7 @@ func (l *lane) publishAll(ctx, work context.Context, force bool) error {
 		if !l.held() {
 			return errLostLane
 		}
+		l.thin(work)
 		msgs, more, err := l.begin(work, force)
 		if err != nil {
 			return err
@@ -206,6 +207,7 @@ func (l *lane) publishPages(ctx, work context.Context) error {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
+		defer close(pages)
 		for {
 			msgs, err := r.page(reading)
 			select {
@@ -220,8 +222,10 @@ func (l *lane) publishPages(ctx, work context.Context) error {
 	}()
 	defer func() { stop(); <-ended }()
 	for {
-		p := <-pages
+		p, ok := <-pages
 		switch {
+		case !ok:
+			return context.Cause(work)
 		case p.err != nil:
 			return p.err
 		case len(p.msgs) == 0:
@@ -242,7 +246,7 @@ func (l *lane) publishPages(ctx, work context.Context) error {
 }
 
 // rest waits until a poll has found something. It records, when nothing
-// follows for a while, that the last difference is settled, and thins cursors.
+// follows for a while, that the last difference is settled.
 func (l *lane) rest(ctx, work context.Context) (force bool) {
 	state := func() { l.idle.Store(&pollState{l.cur.number, l.cur.until, time.Now()}) }
 	state()
@@ -265,7 +269,6 @@ func (l *lane) rest(ctx, work context.Context) (force bool) {
 			if !l.settle(work) {
 				return false // the next round finds out why
 			}
-			l.thin(work)
 			state()
 		}
 	}
