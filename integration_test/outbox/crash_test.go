@@ -58,9 +58,7 @@ func crashes(t *testing.T, test func(t *testing.T, s *server, crash func(), writ
 					options := []func(*pgxpool.Config){h.watch}
 					through := u
 					if way == "pgbouncer" {
-						through = startPgBouncer(t, throwaway.PgBouncerConfig{
-							URL: u, Settings: map[string]string{"server_login_retry": "0.2"},
-						}).URL
+						through = startPgBouncer(t, pgBouncer(u, 0)).URL
 						options = append(options, transactional(pgx.QueryExecModeExec))
 					}
 					writer := connect(t, u, asynchronous)
@@ -70,6 +68,11 @@ func crashes(t *testing.T, test func(t *testing.T, s *server, crash func(), writ
 			}
 		}
 	})
+}
+
+// pgBouncer is one that soon finds a server that is back.
+func pgBouncer(u string, size int) throwaway.PgBouncerConfig {
+	return throwaway.PgBouncerConfig{URL: u, PoolSize: size, Settings: map[string]string{"server_login_retry": "0.2"}}
 }
 
 func startPgBouncer(t testing.TB, cfg throwaway.PgBouncerConfig) *throwaway.PgBouncer {

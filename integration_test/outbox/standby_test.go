@@ -95,9 +95,7 @@ func TestPromotedStandby(t *testing.T) {
 				h := &hook{}
 				options := []func(*pgxpool.Config){h.watch}
 				if way == "pgbouncer" {
-					through = startPgBouncer(t, throwaway.PgBouncerConfig{
-						URL: through, Settings: map[string]string{"server_login_retry": "0.2"},
-					}).URL
+					through = startPgBouncer(t, pgBouncer(through, 0)).URL
 					options = append(options, transactional(pgx.QueryExecModeExec))
 				}
 				r := &recorder{}
