@@ -58,6 +58,10 @@ type Harness struct {
 	// cannot be done, and Skip must name the cases that need it.
 	Outage func(ctx context.Context) (restore func() error, err error)
 
+	// ServerPackages are import paths of a broker that runs in this process. Its
+	// goroutines are not counted as left behind.
+	ServerPackages []string
+
 	// Patience is how long the suite waits for what must come, a killed
 	// subscriber's messages included. Default 20s.
 	Patience time.Duration
@@ -129,9 +133,8 @@ func check(ctx context.Context, h Harness, c testCase) error {
 
 // An env is what one case works with.
 type env struct {
-	h     Harness
-	undo  []func() error
-	count int
+	h    Harness
+	undo []func() error
 }
 
 // cleanUp closes what the case opened, the last first.

@@ -31,6 +31,6 @@ var cases = []testCase{
 	{"Drain", "Subscribe waits until its deliveries are settled, and they still can be", drain, false},
 	{"MaxInFlight", "no more than MaxInFlight deliveries are unsettled", maxInFlight, false},
 
-	{"Outage", "during an outage publishing is unreachable; afterwards everything goes on by itself", outage, true},
 	{"NoGoroutineLeft", "closing leaves no goroutine behind", noGoroutineLeft, true},
+	{"Outage", "during an outage publishing is unreachable; afterwards everything goes on by itself", outage, true},
 }

@@ -4,9 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
-	"runtime/pprof"
+	"slices"
+	"strings"
 
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker"
@@ -81,8 +81,11 @@ func outage(ctx context.Context, e *env) (err error) {
 }
 
 func noGoroutineLeft(ctx context.Context, e *env) error {
-	before := runtime.NumGoroutine()
-	for range 3 {
+	var before []string
+	for i := range 4 {
+		if i == 1 { // the first round lets the harness start what it keeps
+			before = e.goroutines()
+		}
 		inner := &env{h: e.h}
 		err := func() error {
 			_, m, ds, err := inner.delivered(ctx, 3)
@@ -101,10 +104,23 @@ func noGoroutineLeft(ctx context.Context, e *env) error {
 			return err
 		}
 	}
-	err := e.until(ctx, "goroutines ended", func() bool { return runtime.NumGoroutine() <= before })
+	err := e.until(ctx, "goroutines ended", func() bool { return len(e.goroutines()) <= len(before) })
 	if err != nil {
-		_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 1)
-		return fmt.Errorf("%d goroutines were running before and %d are after: %w", before, runtime.NumGoroutine(), err)
+		after := e.goroutines()
+		return fmt.Errorf("%d goroutines were running before and %d are after: %w\n%s",
+			len(before), len(after), err, strings.Join(after, "\n\n"))
 	}
 	return nil
+}
+
+// goroutines returns the stacks of all goroutines but the broker's own.
+func (e *env) goroutines() (stacks []string) {
+	buf := make([]byte, 4<<20)
+	buf = buf[:runtime.Stack(buf, true)]
+	for stack := range strings.SplitSeq(string(buf), "\n\n") {
+		if !slices.ContainsFunc(e.h.ServerPackages, func(p string) bool { return strings.Contains(stack, p) }) {
+			stacks = append(stacks, stack)
+		}
+	}
+	return stacks
 }
