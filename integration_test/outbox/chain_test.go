@@ -125,6 +125,7 @@ func TestVersionChains(t *testing.T) {
 			return explain(t, conn, false, load, lane, origin).buffers() +
 				explain(t, conn, false, begin, beginArgs(lane, origin)...).rowsBuffers("outbox_cursors")
 		}
+		newest() // the first fills the session's caches
 		before := newest()
 		const advances = 500_000
 		exec(t, pool, `INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)

@@ -11,7 +11,6 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"net/url"
 	"os"
 	"strings"
 	"sync"
@@ -82,7 +81,8 @@ func sharedServer(t testing.TB, version string) *server {
 	if s := servers.shared[version]; s != nil {
 		return s
 	}
-	s := startServer(t, version)
+	number, _, _ := strings.Cut(version, " ") // what follows tells servers of a version apart
+	s := startServer(t, number)
 	if servers.shared == nil {
 		servers.shared = make(map[string]*server)
 	}
@@ -144,6 +144,12 @@ func (s *server) emptyDatabase(t testing.TB) string {
 	if err != nil {
 		t.Fatal(err)
 	}
+	s.dropLater(t, name)
+	return u
+}
+
+// dropLater drops a database when the test ends.
+func (s *server) dropLater(t testing.TB, name string) {
 	t.Cleanup(func() {
 		s.revive(t)
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -159,18 +165,6 @@ func (s *server) emptyDatabase(t testing.TB) string {
 			t.Log(err)
 		}
 	})
-	return u
-}
-
-// inDatabase returns u with another database's name.
-func inDatabase(t testing.TB, u, name string) string {
-	t.Helper()
-	parsed, err := url.Parse(u)
-	if err != nil {
-		t.Fatal(err)
-	}
-	parsed.Path = "/" + name
-	return parsed.String()
 }
 
 // connect returns a pool that is closed when the test ends.
