@@ -156,7 +156,11 @@ func manyHeaders(n int) (pairs []string) {
 func oddHeadersSurvive(ctx context.Context, e *env) error {
 	return roundTrip(ctx, e, func(topic string) []postroom.Message {
 		values := [][]byte{
-			nil, {}, {0}, {0xff, 0xfe, 0x80}, []byte("two\r\nlines"), []byte("\n"), []byte(" space before"), []byte("space after "),
+			nil,
+			{},
+			{0},
+			{0xff, 0xfe, 0x80},
+			[]byte("two\r\nlines"), []byte("\n"), []byte(" space before"), []byte("space after "),
 			[]byte("\ttab\t"), []byte("   "), []byte("a: b"), []byte("=?binary?B?eA==?="), []byte("=?nil?B??="), []byte("=?"),
 			[]byte("NATS/1.0 503"), []byte("\x7f"), []byte("grüße"), bytes.Repeat([]byte{'x', 0}, 500),
 		}

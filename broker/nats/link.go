@@ -20,7 +20,7 @@ import (
 type link struct {
 	nc   *natsgo.Conn
 	up   atomic.Bool
-	ctx  context.Context // ends dialling
+	ctx  context.Context //nolint:containedctx // nats.go dials without one; this ends it
 	stop context.CancelFunc
 
 	mu      sync.Mutex
@@ -114,8 +114,8 @@ func (b *Bus) enforce(o *natsgo.Options) error {
 	l := b.link
 	connected, disconnected := o.ConnectedCB, o.DisconnectedErrCB
 	reconnected, failed, closed := o.ReconnectedCB, o.AsyncErrorCB, o.ClosedCB
-	oldDisconnected := o.DisconnectedCB //nolint:staticcheck // a caller may still set it
-	o.DisconnectedCB = nil              //nolint:staticcheck // the other has priority and calls it
+	oldDisconnected := o.DisconnectedCB
+	o.DisconnectedCB = nil // the other has priority and calls it
 	o.ConnectedCB = func(nc *natsgo.Conn) {
 		l.set(true)
 		if connected != nil {

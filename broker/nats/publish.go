@@ -60,13 +60,12 @@ type call struct {
 	ended   bool
 	flying  []*flight // in the order of sending; settled ones are dropped lazily
 
-	topics  map[string]*target // subject →
-	chain   []int              // message → the next of its topic and key, or -1
-	behind  []bool             // message → another of its topic and key is before it
-	scan    int                // messages below were looked at
-	ready   []int              // to be sent before those from scan on
-	next    int                // in ready
-	looking int                // lookups of streams that run
+	topics map[string]*target // subject →
+	chain  []int              // message → the next of its topic and key, or -1
+	behind []bool             // message → another of its topic and key is before it
+	scan   int                // messages below were looked at
+	ready  []int              // to be sent before those from scan on
+	next   int                // in ready
 
 	answersMu sync.Mutex
 	answers   []answer
