@@ -4,8 +4,10 @@ go 1.26.0
 
 require (
 	github.com/jackc/pgx/v5 v5.13.0
+	github.com/nats-io/nats.go v1.55.0
 	github.com/postroom/postroom v0.0.0
 	github.com/postroom/postroom/internal/throwaway v0.0.0
+	go.uber.org/goleak v1.3.0
 )
 
 require (
