@@ -16,6 +16,7 @@ type plan struct {
 	Index    string  `json:"Index Name"`
 	Rows     float64 `json:"Actual Rows"`
 	Loops    float64 `json:"Actual Loops"`
+	Removed  float64 `json:"Rows Removed by Filter"`
 	Hit      int     `json:"Shared Hit Blocks"`
 	Read     int     `json:"Shared Read Blocks"`
 	Plans    []plan
@@ -31,16 +32,6 @@ func (p *plan) each(f func(*plan)) {
 	}
 }
 
-// rowsOf adds up the rows that were read from a table.
-func (p *plan) rowsOf(table string) (n float64) {
-	p.each(func(p *plan) {
-		if p.Relation == table {
-			n += p.Rows * p.Loops
-		}
-	})
-	return n
-}
-
 // rowsBuffers adds up the buffers that were touched to read a table.
 func (p *plan) rowsBuffers(table string) (n int) {
 	p.each(func(p *plan) {
@@ -51,14 +42,14 @@ func (p *plan) rowsBuffers(table string) (n int) {
 	return n
 }
 
-// scans lists the sequential and bitmap scans of a table.
-func (p *plan) scans(table string) (bad []string) {
+// scans lists the scans of a table whose type contains kind.
+func (p *plan) scans(table, kind string) (types []string) {
 	p.each(func(p *plan) {
-		if p.Relation == table && (strings.Contains(p.Type, "Seq") || strings.Contains(p.Type, "Bitmap")) {
-			bad = append(bad, p.Type)
+		if p.Relation == table && strings.Contains(p.Type, kind) {
+			types = append(types, p.Type)
 		}
 	})
-	return bad
+	return types
 }
 
 // explain runs a statement as the extended protocol runs it, with a plan that
