@@ -111,13 +111,11 @@ func (c *Consumer) Run(ctx context.Context) error {
 	}
 	defer c.running.Store(false)
 
-	// ctx says whether to take new work, work carries what has begun. A trace
-	// of the caller's is not one of the messages.
+	// A trace of the caller's is not one of the messages.
 	work := trace.ContextWithSpanContext(context.WithoutCancel(ctx), trace.SpanContext{})
 	work, cancel := context.WithCancel(work)
 	defer cancel()
-	r := newRun(c, work, cancel)
-	defer close(r.gone)
+	r := newRun(c, ctx, work, cancel)
 	defer c.setBroker(nil)
 	defer c.setDatabase(nil)
 	go func() {
@@ -128,7 +126,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 			Trouble:     c.setBroker,
 		}, r.deliver)
 	}()
-	return r.loop(ctx)
+	return r.loop()
 }
 
 // Health returns nil while messages can come and be handled, or why they cannot:
@@ -215,8 +213,8 @@ func (c *Consumer) done(ctx context.Context, t *task, result Result) outcome {
 		c.log(ctx, slog.LevelDebug, "message handled", t)
 	}
 	if t.settled.CompareAndSwap(false, true) {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
-		defer cancel()
+		ctx, stop := bounds.with(context.WithoutCancel(ctx), settleTime)
+		defer stop()
 		switch err := t.d.Ack(ctx); {
 		case errors.Is(err, broker.ErrLost):
 			c.log(ctx, slog.LevelDebug, "message was given to another member meanwhile", t)

@@ -28,21 +28,19 @@ type deadLetter struct {
 	ended  bool   // the handler may have committed the message's record itself
 }
 
-// claimDead records a message as dead. It returns no row where the message is
+// claimDead records a message as dead. It inserts no row where the message is
 // recorded already: another copy was handled, or set aside.
 const claimDead = `
 INSERT INTO "postroom".processed_messages (subscriber_id, message_id, outcome)
 SELECT $1::text, $2::text, 'dead' FROM set_config('lock_timeout', $3::text, true)
-    ON CONFLICT DO NOTHING
-RETURNING pg_current_xact_id()::text`
+    ON CONFLICT DO NOTHING`
 
 // claimEnded is claimDead for a message whose handler may have committed the
 // record itself: what it then did not do would be lost as a duplicate.
 const claimEnded = `
 INSERT INTO "postroom".processed_messages (subscriber_id, message_id, outcome)
 SELECT $1::text, $2::text, 'dead' FROM set_config('lock_timeout', $3::text, true)
-    ON CONFLICT (subscriber_id, message_id) DO UPDATE SET outcome = 'dead', processed_at = clock_timestamp()
-RETURNING pg_current_xact_id()::text`
+    ON CONFLICT (subscriber_id, message_id) DO UPDATE SET outcome = 'dead', processed_at = clock_timestamp()`
 
 // insertDead replaces a dead letter whose record was cleaned up long ago.
 const insertDead = `

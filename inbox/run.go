@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync"
 	"time"
 
 	"github.com/cenkalti/backoff/v4"
@@ -24,26 +25,27 @@ const (
 
 var errExited = errors.New("the handler ended its goroutine (runtime.Goexit)")
 
-// run is one call of Run. All is done by the goroutine of loop, except handling
-// and giving back.
+// run is one call of Run. Whoever brings news decides what runs next: the
+// subscription with a delivery, a worker when it has run a task, and loop when
+// time has passed. So a busy consumer hands no message from one goroutine to
+// another but once.
 type run struct {
-	c        *Consumer
-	work     context.Context
-	cancel   context.CancelFunc // of work
-	in       chan broker.Delivery
-	results  chan outcome
-	given    chan struct{} // a batch was given back
-	ended    chan error    // of Subscribe
-	gone     chan struct{} // loop has returned
+	c      *Consumer
+	ctx    context.Context    // whether to take new work
+	work   context.Context    // carries what has begun
+	cancel context.CancelFunc // of work
+	ended  chan error         // of Subscribe
+	news   chan struct{}      // tells loop to look
+
+	mu       sync.Mutex
 	s        *schedule
 	attempts map[string]int // message id → attempts that failed
 	running  map[*task]bool
-	giving   int
+	giving   int // batches that are being given back
 	outage   *outage
-
-	stopping   bool
-	subscribed bool
-	left       int // handlers that ran until the drain timeout
+	alarm    time.Time // when loop looks next; zero: when there are news
+	stopping bool
+	left     int // handlers that ran until the drain timeout
 }
 
 // outage is a time in which the database is away.
@@ -53,62 +55,51 @@ type outage struct {
 	probing bool // a transaction is looking whether it is over
 }
 
-func newRun(c *Consumer, work context.Context, cancel context.CancelFunc) *run {
+func newRun(c *Consumer, ctx, work context.Context, cancel context.CancelFunc) *run {
 	return &run{
-		c: c, work: work, cancel: cancel,
-		in:         make(chan broker.Delivery, c.box.cfg.MaxInFlight),
-		results:    make(chan outcome, c.box.cfg.Concurrency),
-		given:      make(chan struct{}),
-		ended:      make(chan error, 1),
-		gone:       make(chan struct{}),
-		s:          newSchedule(c.box.cfg.MaxInFlight),
-		attempts:   make(map[string]int),
-		running:    make(map[*task]bool),
-		subscribed: true,
+		c: c, ctx: ctx, work: work, cancel: cancel,
+		ended:    make(chan error, 1),
+		news:     make(chan struct{}, 1),
+		s:        newSchedule(c.box.cfg.MaxInFlight),
+		attempts: make(map[string]int),
+		running:  make(map[*task]bool),
 	}
 }
 
-// deliver takes what Subscribe delivers.
-func (r *run) deliver(d broker.Delivery) {
-	select {
-	case r.in <- d:
-	case <-r.gone:
-	}
-}
-
-func (r *run) loop(ctx context.Context) error {
+// loop returns when Subscribe has and all is settled, or what is not must be
+// left.
+func (r *run) loop() error {
 	var failed error
 	var drain, grace, end <-chan time.Time
-	stop := ctx.Done()
+	stop := r.ctx.Done()
+	subscribed := true
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	for r.subscribed || r.s.held > 0 || r.giving > 0 || len(r.in) > 0 {
-		if next := r.start(time.Now()); !next.IsZero() {
+	for {
+		idle, next := r.look()
+		if idle && !subscribed {
+			return r.error(failed)
+		}
+		if !next.IsZero() {
 			timer.Reset(time.Until(next))
 		}
 		select {
-		case d := <-r.in:
-			r.take(d)
-		case o := <-r.results:
-			r.settle(o)
-		case <-r.given:
-			r.giving--
-		case <-r.c.begun:
-			r.back()
+		case <-r.news:
 		case <-timer.C:
+		case <-r.c.begun:
+			r.begun()
 		case <-stop:
 			stop, drain = nil, r.stop()
 		case err := <-r.ended:
-			r.subscribed = false
-			if ctx.Err() == nil {
+			subscribed = false
+			if r.ctx.Err() == nil {
 				failed = subscriptionError(err)
 				stop, drain = nil, r.stop()
 			} else if err != nil {
 				failed = err
 			}
 		case <-drain:
-			r.left = len(r.running)
-			r.cancel()
+			r.drained()
 			grace = time.After(graceTime)
 		case <-grace:
 			r.abandon()
@@ -117,7 +108,6 @@ func (r *run) loop(ctx context.Context) error {
 			return r.error(errors.Join(failed, errors.New("the broker did not end the subscription")))
 		}
 	}
-	return r.error(failed)
 }
 
 func subscriptionError(err error) error {
@@ -138,9 +128,44 @@ func (r *run) error(failed error) error {
 	return nil
 }
 
-// take queues a delivery.
-func (r *run) take(d broker.Delivery) {
+// look starts what may run. It returns whether nothing is held, and when loop
+// has to look again, or the zero time.
+func (r *run) look() (idle bool, next time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.start(time.Now())
+	r.alarm = r.due()
+	return r.s.held == 0 && r.giving == 0, r.alarm
+}
+
+// due returns when something may be started that may not now.
+func (r *run) due() time.Time {
+	due := r.s.due()
+	if o := r.outage; o != nil && !o.probing && r.s.held > 0 && time.Now().Before(o.until) {
+		due = o.until
+	}
+	if r.stopping {
+		due = time.Time{}
+	}
+	return due
+}
+
+// tell makes loop look, if it has to look earlier than it means to.
+func (r *run) tell() {
+	if due := r.due(); !r.stopping && (due.IsZero() || !r.alarm.IsZero() && !due.Before(r.alarm)) {
+		return
+	}
+	select {
+	case r.news <- struct{}{}:
+	default: // it is told already
+	}
+}
+
+// deliver takes what Subscribe delivers.
+func (r *run) deliver(d broker.Delivery) {
 	t := &task{d: d, m: d.Message()}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.stopping {
 		r.giveBack([]*task{t})
 		return
@@ -153,55 +178,77 @@ func (r *run) take(d broker.Delivery) {
 	}
 	t.attempts = r.attempts[t.m.ID]
 	r.s.add(t)
+	r.start(time.Now())
+	r.tell()
 }
 
-// start runs what may run, and returns when to look again, or the zero time.
-func (r *run) start(now time.Time) time.Time {
-	if r.stopping {
-		return time.Time{}
-	}
-	r.s.wake(now)
-	if r.outage != nil && now.Before(r.outage.until) {
-		return r.outage.until
-	}
-	for len(r.running) < r.c.box.cfg.Concurrency && (r.outage == nil || !r.outage.probing) {
-		t := r.s.next(now)
-		if t == nil {
-			break
-		}
-		if r.outage != nil {
-			r.outage.probing = true
-		}
-		r.running[t] = true
-		go r.run(t)
+// start runs what may run, each in a goroutine. r.mu is held.
+func (r *run) start(now time.Time) {
+	for t := r.next(now); t != nil; t = r.next(now) {
+		go r.worker(t)
 	}
 	if r.outage != nil && !r.outage.probing && r.s.held == 0 {
 		r.back() // nothing is left to look with
 	}
-	return r.s.due()
 }
 
-// run handles t in a goroutine of its own, which the handler may end.
-func (r *run) run(t *task) {
-	o := outcome{t: t}
-	returned := false
-	defer func() {
-		if !returned {
-			o = r.c.failed(r.work, t, &failure{r.c.box.subscriber, t.m.ID, stageHandle, errExited, false, false})
-		}
-		r.results <- o // has room for every task that runs
-	}()
-	o = r.c.process(r.work, t)
-	returned = true
-}
-
-// settle takes note of what came of a task.
-func (r *run) settle(o outcome) {
-	t := o.t
-	if !r.running[t] {
-		return // it was abandoned
+// next returns a task that may run, and counts it as running, or nil. r.mu is
+// held.
+func (r *run) next(now time.Time) *task {
+	if r.stopping || r.ctx.Err() != nil || len(r.running) == r.c.box.cfg.Concurrency {
+		return nil
 	}
-	delete(r.running, t)
+	if r.outage != nil && (r.outage.probing || now.Before(r.outage.until)) {
+		return nil
+	}
+	r.s.wake(now)
+	t := r.s.next(now)
+	if t == nil {
+		return nil
+	}
+	if r.outage != nil {
+		r.outage.probing = true
+	}
+	r.running[t] = true
+	return t
+}
+
+// worker runs t and what may run after it.
+func (r *run) worker(t *task) {
+	defer func() {
+		if t == nil {
+			return
+		}
+		// The handler has ended this goroutine; another one goes on.
+		o := r.c.failed(r.work, t, &failure{r.c.box.subscriber, t.m.ID, stageHandle, errExited, false, false})
+		if next := r.settle(o); next != nil {
+			go r.worker(next)
+		}
+	}()
+	for t != nil {
+		t = r.settle(r.c.process(r.work, t))
+	}
+}
+
+// settle takes note of what came of a task, and returns another one for the same
+// worker, or nil.
+func (r *run) settle(o outcome) *task {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.running[o.t] {
+		return nil // it was abandoned
+	}
+	delete(r.running, o.t)
+	now := time.Now()
+	r.note(o, now)
+	next := r.next(now)
+	r.start(now)
+	r.tell()
+	return next
+}
+
+func (r *run) note(o outcome, now time.Time) {
+	t := o.t
 	if o.kind == away {
 		r.away(o.err)
 	} else {
@@ -212,16 +259,15 @@ func (r *run) settle(o outcome) {
 		delete(r.attempts, t.m.ID)
 		if r.stopping {
 			r.giveBack(r.s.takeLane(t)[1:])
-			return
+		} else {
+			r.s.done(t)
 		}
-		r.s.done(t)
-		return
 	case r.stopping || o.kind == giveBack:
 		r.giveBack(r.s.takeLane(t))
-		return
+	default:
+		r.remember(t)
+		r.s.again(t, now.Add(o.wait))
 	}
-	r.remember(t)
-	r.s.again(t, time.Now().Add(o.wait))
 }
 
 // remember keeps the attempts of t for the case that it is lost and comes again.
@@ -268,8 +314,17 @@ func (r *run) back() {
 		slog.String("subscriber", r.c.box.subscriber))
 }
 
+// begun takes note of a transaction that has begun during an outage.
+func (r *run) begun() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.back()
+}
+
 // stop begins the end: it gives back what is not running.
 func (r *run) stop() (drain <-chan time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.stopping {
 		return nil
 	}
@@ -281,16 +336,26 @@ func (r *run) stop() (drain <-chan time.Time) {
 	return drain
 }
 
+// drained ends the context of the handlers that are still running.
+func (r *run) drained() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.left = len(r.running)
+	r.cancel()
+}
+
 // abandon gives back what is still being handled. Its handlers cannot commit any
 // more.
 func (r *run) abandon() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for t := range r.running {
 		delete(r.running, t)
 		r.giveBack(r.s.takeLane(t))
 	}
 }
 
-// giveBack returns tasks to the broker, in their order.
+// giveBack returns tasks to the broker, in their order. r.mu is held.
 func (r *run) giveBack(tasks []*task) {
 	if len(tasks) == 0 {
 		return
@@ -307,9 +372,9 @@ func (r *run) giveBack(tasks []*task) {
 				r.c.log(ctx, slog.LevelWarn, "give back", t, slog.Any("error", err))
 			}
 		}
-		select {
-		case r.given <- struct{}{}:
-		case <-r.gone:
-		}
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.giving--
+		r.tell()
 	}()
 }

@@ -78,6 +78,32 @@ func TestStopFinishesWhatRunsAndGivesBackTheRest(t *testing.T) {
 	}
 }
 
+func TestNothingStartsAfterTheStop(t *testing.T) {
+	pool := newPool(t, pgtest.First(t))
+	bus, rec := newBus()
+	for _, id := range ids("m", 20) {
+		publish(t, bus, message(id))
+	}
+	stop := make(chan context.CancelFunc, 1)
+	var runs atomic.Int32
+	c := start(t, pool, rec, func(ctx context.Context, tx pgx.Tx, m postroom.Message) error {
+		if runs.Add(1) == 3 {
+			(<-stop)()
+		}
+		return effect(ctx, tx, m)
+	}, inbox.Config{Concurrency: 1})
+	stop <- c.cancel
+	if err := c.wait(); err != nil {
+		t.Errorf("Run = %v", err)
+	}
+	if n := runs.Load(); n != 3 {
+		t.Errorf("%d handlers were started, want 3", n)
+	}
+	if n := rec.count("ack"); n != 3 {
+		t.Errorf("%d messages were acknowledged, want 3", n)
+	}
+}
+
 func TestDrainTimeout(t *testing.T) {
 	pool := newPool(t, pgtest.First(t))
 	bus, rec := newBus()

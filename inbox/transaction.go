@@ -48,18 +48,16 @@ func newBox(pool *pgxpool.Pool, subscriber string, cfg Config) *box {
 type txn struct {
 	conn *pgxpool.Conn
 	pgx.Tx
-	xid string
-	g   *guard
+	g *guard
 }
 
 // claim records the message in a transaction that bounds waits for locks. It
-// waits for a transaction that is recording the same message. It returns no row
+// waits for a transaction that is recording the same message. It inserts no row
 // where the message is recorded already.
 const claim = `
 INSERT INTO "postroom".processed_messages (subscriber_id, message_id)
 SELECT $1::text, $2::text FROM set_config('lock_timeout', $3::text, true)
-    ON CONFLICT DO NOTHING
-RETURNING pg_current_xact_id()::text`
+    ON CONFLICT DO NOTHING`
 
 // attempt runs one transaction for m: begin, record by the given statement,
 // handler, commit. It makes two round trips besides those of the handler.
@@ -109,25 +107,24 @@ func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h 
 // begin returns a transaction in which the message is recorded, or nil where it
 // was before.
 func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
-	ctx, stop := statements.with(ctx, b.cfg.LockTimeout+ownTime)
+	ctx, stop := bounds.with(ctx, b.cfg.LockTimeout+ownTime)
 	defer stop()
 	conn, err := b.pool.Acquire(ctx)
 	if err != nil {
 		return nil, noAnswer(ctx, err)
 	}
 	t := &txn{conn: conn}
+	var recorded bool
 	var batch pgx.Batch
 	batch.BeginTx(pgx.TxOptions{IsoLevel: b.cfg.IsoLevel})
-	batch.Queue(pg.InSchema(record, b.cfg.Schema), b.subscriber, id, b.lock).QueryRow(func(row pgx.Row) error {
-		if err := row.Scan(&t.xid); !errors.Is(err, pgx.ErrNoRows) {
-			return err
-		}
+	batch.Queue(pg.InSchema(record, b.cfg.Schema), b.subscriber, id, b.lock).Exec(func(tag pgconn.CommandTag) error {
+		recorded = tag.RowsAffected() == 1
 		return nil
 	})
 	results := conn.SendBatch(ctx, &batch)
 	t.Tx = results.Tx()
 	err = results.Close()
-	if err != nil || t.xid == "" {
+	if err != nil || !recorded {
 		b.rollback(ctx, t)
 		return nil, noAnswer(ctx, err)
 	}
@@ -135,21 +132,24 @@ func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
 	return t, nil
 }
 
-// stillOurs fails where the handler has ended the transaction and begun another
-// one, so that the COMMIT behind it is not executed.
+// stillOurs fails where the record of the message was not written by the current
+// transaction, because the handler has ended ours and begun another one. The
+// COMMIT behind it is not executed then.
 const stillOurs = `
-SELECT (CASE WHEN pg_current_xact_id_if_assigned()::text IS NOT DISTINCT FROM $1::text THEN '1'
-             ELSE 'postroom: the handler ended its transaction' END)::integer`
+SELECT (CASE WHEN EXISTS (SELECT FROM "postroom".processed_messages
+                           WHERE subscriber_id = $1::text AND message_id = $2::text
+                             AND xmin = pg_current_xact_id_if_assigned()::xid)
+             THEN '1' ELSE 'postroom: the handler ended its transaction' END)::integer`
 
-// commit sends COMMIT. ours is false where the handler had put another
+// sendCommit sends COMMIT. ours is false where the handler had put another
 // transaction in the place of t, which is then still open.
-func (t *txn) commit(ctx context.Context) (ours bool, tag pgconn.CommandTag, err error) {
+func (b *box) sendCommit(ctx context.Context, t *txn, id string) (ours bool, tag pgconn.CommandTag, err error) {
 	if !t.g.suspect {
 		tag, err = t.conn.Exec(ctx, "commit")
 		return true, tag, err
 	}
 	var batch pgx.Batch
-	batch.Queue(stillOurs, t.xid).QueryRow(func(row pgx.Row) error {
+	batch.Queue(pg.InSchema(stillOurs, b.cfg.Schema), b.subscriber, id).QueryRow(func(row pgx.Row) error {
 		err := row.Scan(nil)
 		ours = err == nil
 		return err
@@ -165,9 +165,9 @@ func (t *txn) commit(ctx context.Context) (ours bool, tag pgconn.CommandTag, err
 // commit ends t. ctx no longer bounds it: an interrupted COMMIT would have to be
 // looked up.
 func (b *box) commit(ctx context.Context, t *txn, id string) *failure {
-	ctx, stop := statements.with(context.WithoutCancel(ctx), commitTime)
+	ctx, stop := bounds.with(context.WithoutCancel(ctx), commitTime)
 	defer stop()
-	ours, tag, err := t.commit(ctx)
+	ours, tag, err := b.sendCommit(ctx, t, id)
 	lost := t.conn.Conn().IsClosed()
 	b.rollback(ctx, t)
 

@@ -52,8 +52,8 @@ type deadline struct {
 	cancel context.CancelCauseFunc
 }
 
-// statements serves the inbox's own statements.
-var statements deadlines
+// bounds serves the inbox's own statements and acknowledgements.
+var bounds deadlines
 
 const deadlineTick = time.Second
 
