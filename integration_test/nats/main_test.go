@@ -202,34 +202,6 @@ func (m *member) ack(d broker.Delivery) {
 	}
 }
 
-// all receives and acks until n different messages have come; it returns their
-// ids in the order of their first arrival, and how many repeats there were.
-func (m *member) all(n int) (ids []string, repeats int) {
-	m.t.Helper()
-	seen := map[string]bool{}
-	for len(ids) < n {
-		d := m.next()
-		m.ack(d)
-		if id := d.Message().ID; seen[id] {
-			repeats++
-		} else {
-			seen[id] = true
-			ids = append(ids, id)
-		}
-	}
-	return ids, repeats
-}
-
-// quiet checks that nothing comes for a while.
-func (m *member) quiet(d time.Duration) {
-	m.t.Helper()
-	select {
-	case d := <-m.arrived:
-		m.t.Fatalf("message %q came", d.Message().ID)
-	case <-time.After(d):
-	}
-}
-
 // stop ends the subscription, which must return nil.
 func (m *member) stop() {
 	m.t.Helper()
