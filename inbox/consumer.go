@@ -115,7 +115,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 	work := trace.ContextWithSpanContext(context.WithoutCancel(ctx), trace.SpanContext{})
 	work, cancel := context.WithCancel(work)
 	defer cancel()
-	r := newRun(c, ctx, work, cancel)
+	r := newRun(ctx, work, c, cancel)
 	defer c.setBroker(nil)
 	defer c.setDatabase(nil)
 	go func() {
@@ -267,6 +267,7 @@ func (c *Consumer) log(ctx context.Context, level slog.Level, msg string, t *tas
 	if !c.box.cfg.Logger.Enabled(ctx, level) {
 		return
 	}
+	//nolint:sloglint // every caller's message is a constant
 	c.box.cfg.Logger.LogAttrs(ctx, level, msg, append([]slog.Attr{
 		slog.String("subscriber", c.box.subscriber),
 		slog.String("topic", c.topic),

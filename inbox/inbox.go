@@ -89,10 +89,10 @@ const (
 	// Failed comes with an error. The message had no effect.
 	Failed Result = iota
 
-	// Handled: the handler ran, and its effect is committed.
+	// Handled says that the handler ran, and its effect is committed.
 	Handled
 
-	// Duplicate: the subscriber has handled this message before, or set it
+	// Duplicate says that the subscriber has handled this message before, or set it
 	// aside as a dead letter. The handler did not run.
 	Duplicate
 )

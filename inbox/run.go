@@ -31,8 +31,8 @@ var errExited = errors.New("the handler ended its goroutine (runtime.Goexit)")
 // another but once.
 type run struct {
 	c      *Consumer
-	ctx    context.Context    // whether to take new work
-	work   context.Context    // carries what has begun
+	ctx    context.Context    //nolint:containedctx // one call's: whether to take new work
+	work   context.Context    //nolint:containedctx // one call's: carries what has begun
 	cancel context.CancelFunc // of work
 	ended  chan error         // of Subscribe
 	news   chan struct{}      // tells loop to look
@@ -55,7 +55,7 @@ type outage struct {
 	probing bool // a transaction is looking whether it is over
 }
 
-func newRun(c *Consumer, ctx, work context.Context, cancel context.CancelFunc) *run {
+func newRun(ctx, work context.Context, c *Consumer, cancel context.CancelFunc) *run {
 	return &run{
 		c: c, ctx: ctx, work: work, cancel: cancel,
 		ended:    make(chan error, 1),

@@ -2,6 +2,7 @@ package inbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -106,10 +107,10 @@ func TestScheduleDropsWhatIsLost(t *testing.T) {
 	a1.lose()
 	a2.lose()
 	s.add(newTask("a1 again", "a")) // does not wait for the lost one's hour
-	ids, tasks := runnable(s)
+	ids, _ := runnable(s)
 	wantIDs(t, "at the loss", ids)
 	s.wake(time.Now().Add(settling))
-	ids, tasks = runnable(s)
+	ids, tasks := runnable(s)
 	wantIDs(t, "after the loss", ids, "a1 again")
 	if s.held != 1 {
 		t.Errorf("held = %d, want 1", s.held)
@@ -202,7 +203,7 @@ func TestDeadlines(t *testing.T) {
 			t.Error("another context was ended")
 		}
 		stopLong()
-		if err := noAnswer(long, long.Err()); err != context.Canceled {
+		if err := noAnswer(long, long.Err()); !errors.Is(err, context.Canceled) || errors.Is(err, errNoAnswer) {
 			t.Errorf("error = %v, want context.Canceled", err)
 		}
 		<-time.After(3 * deadlineTick)

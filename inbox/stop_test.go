@@ -78,29 +78,29 @@ func TestStopFinishesWhatRunsAndGivesBackTheRest(t *testing.T) {
 	}
 }
 
+// The stop comes with the third acknowledgement.
 func TestNothingStartsAfterTheStop(t *testing.T) {
 	pool := newPool(t, pgtest.First(t))
-	bus, rec := newBus()
-	for _, id := range ids("m", 20) {
-		publish(t, bus, message(id))
-	}
-	stop := make(chan context.CancelFunc, 1)
-	var runs atomic.Int32
-	c := start(t, pool, rec, func(ctx context.Context, tx pgx.Tx, m postroom.Message) error {
-		if runs.Add(1) == 3 {
-			(<-stop)()
+	for range 20 {
+		bus, rec := newBus()
+		for range 10 {
+			publish(t, bus, message(postroom.NewID()))
 		}
-		return effect(ctx, tx, m)
-	}, inbox.Config{Concurrency: 1})
-	stop <- c.cancel
-	if err := c.wait(); err != nil {
-		t.Errorf("Run = %v", err)
-	}
-	if n := runs.Load(); n != 3 {
-		t.Errorf("%d handlers were started, want 3", n)
-	}
-	if n := rec.count("ack"); n != 3 {
-		t.Errorf("%d messages were acknowledged, want 3", n)
+		ready := make(chan struct{})
+		var c *running
+		sub := &countdown{Subscriber: rec, left: 3, end: func() { <-ready; c.cancel() }}
+		var runs atomic.Int32
+		c = start(t, pool, sub, func(ctx context.Context, tx pgx.Tx, m postroom.Message) error {
+			runs.Add(1)
+			return effect(ctx, tx, m)
+		}, inbox.Config{Concurrency: 1})
+		close(ready)
+		if err := c.wait(); err != nil {
+			t.Errorf("Run = %v", err)
+		}
+		if n, acks := runs.Load(), rec.count("ack"); n != 3 || acks != 3 {
+			t.Errorf("%d handlers were started and %d messages acknowledged, want 3", n, acks)
+		}
 	}
 }
 

@@ -99,7 +99,7 @@ func (ds *deadlines) tick() {
 
 // noAnswer adds to err that it was deadlines that ended ctx, if so.
 func noAnswer(ctx context.Context, err error) error {
-	if err != nil && context.Cause(ctx) == errNoAnswer {
+	if err != nil && errors.Is(context.Cause(ctx), errNoAnswer) {
 		return fmt.Errorf("%w: %w", errNoAnswer, err)
 	}
 	return err
