@@ -111,8 +111,10 @@ func (p *planned) check(t *testing.T, generic bool) {
 	}
 	number := int64(1)
 	begin := func(prev string, xmax int64, xip []string) []any {
-		return []any{p.lane, p.origin, int64(7), "test", number, int64(7), "test", "1:1:", prev, int64(1<<63 - 1),
-			fmt.Sprint(xmax), xip, planPage, false}
+		return []any{
+			p.lane, p.origin, int64(7), "test", number, int64(7), "test", "1:1:", prev, int64(1<<63 - 1),
+			fmt.Sprint(xmax), xip, planPage, false,
+		}
 	}
 	guard := []any{p.lane, p.origin, p.origin, number, prev, until}
 	with := func(args ...any) []any { return append(append([]any{}, guard...), args...) }

@@ -63,8 +63,12 @@ func TestSequenceCache(t *testing.T) {
 // beginArgs are the parameters of the dispatcher's statement that opens a
 // difference, for a lane whose newest cursor is the first.
 func beginArgs(lane, origin int64) []any {
-	return []any{lane, origin, int64(7), "test", int64(1), int64(7), "test", "1:1:", "1:1:", int64(1<<63 - 1),
-		"1", []string{}, 100, false}
+	return []any{
+		lane, origin, int64(7), "test", int64(1), int64(7), "test", "1:1:", "1:1:", int64(1<<63 - 1),
+		"1",
+		[]string{},
+		100, false,
+	}
 }
 
 // ownLane makes "test" the owner of every lane, at the empty snapshot.

@@ -144,7 +144,9 @@ func stressMessage(key string, n int, doomed bool) postroom.Message {
 		m.Payload = []byte("doomed")
 	}
 	m.Headers = []postroom.Header{
-		{Name: "Tag", Value: []byte("a" + key)}, {Name: "tag", Value: nil}, {Name: "Tag", Value: []byte{}},
+		{Name: "Tag", Value: []byte("a" + key)},
+		{Name: "tag", Value: nil},
+		{Name: "Tag", Value: []byte{}},
 		{Name: "binary", Value: []byte{0, 255, byte(n), '"', '\\', '{'}},
 	}
 	return m

@@ -45,7 +45,7 @@ func TestAsOrdinaryUser(t *testing.T) {
 	if err := errors.Join(uidErr, gidErr); err != nil {
 		t.Fatal(err)
 	}
-	home, err := os.MkdirTemp("/tmp", "throwaway-home-") // t.TempDir is closed to others
+	home, err := os.MkdirTemp("/tmp", "throwaway-home-") //nolint:usetesting // t.TempDir is closed to others
 	if err != nil {
 		t.Fatal(err)
 	}

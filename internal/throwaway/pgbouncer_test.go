@@ -24,7 +24,8 @@ func TestPgBouncerSharesOneServerConnection(t *testing.T) {
 	one, two := throughBouncer(t, b.URL), throughBouncer(t, b.URL)
 	pid := func(q interface {
 		QueryRow(sql string) pgx.Row
-	}) (n int, db string) {
+	},
+	) (n int, db string) {
 		must(t, q.QueryRow(`SELECT pg_backend_pid(), current_database()`).Scan(&n, &db))
 		return n, db
 	}
