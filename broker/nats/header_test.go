@@ -3,6 +3,7 @@ package nats
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"io"
 	"net/textproto"
 	"slices"
@@ -34,7 +35,7 @@ func overTheWire(t *testing.T, h natsgo.Header) natsgo.Header {
 	r := textproto.NewReader(bufio.NewReader(&b))
 	for {
 		line, err := r.ReadLine()
-		if err == io.EOF || line == "" {
+		if errors.Is(err, io.EOF) || line == "" {
 			return read
 		}
 		name, value, ok := strings.Cut(line, ":")
