@@ -1,0 +1,209 @@
+// Package kafka publishes Postroom's messages to Kafka. It stands on the lower
+// level of segmentio/kafka-go.
+//
+//	bus, err := kafka.Open(ctx, brokers, kafka.Config{})
+//	d, err := dispatcher.New(pool, bus, dispatcher.Config{})
+//
+// Topics are made by whoever runs the brokers, never by this package, also where
+// the brokers make topics by themselves.
+//
+// # Publishing
+//
+// A message counts as stored when all in-sync replicas have acknowledged its
+// batch; nothing less is offered. Nothing waits for a batch to fill: what a call
+// holds goes out at once, one request for each leader with one batch for each of
+// its partitions, and the next batch of a partition after the former's answer.
+//
+// Kafka stores or rejects a batch as a whole. When one fails, the first message
+// of each of its keys is Unreachable, the others of the key NotTried although
+// they were sent in that batch, and what the call holds for the partition beyond
+// it is NotTried and was not sent.
+//
+// A batch that met a broken connection or a leader that has moved is sent once
+// more after the cluster's layout was read anew, so a record may stand in the
+// log twice, with the same id.
+//
+// A record whose size, headers included, exceeds the topic's max.message.bytes
+// is Refused alone and not sent. Where compression is on it is sent in a batch
+// of its own and the broker decides, since the limit holds for compressed
+// batches.
+//
+// # On the wire
+//
+// The record's key is the key, null where there is none, and its value the
+// payload, null where that is nil. Before the message's own headers, which keep
+// their order, stand
+//
+//	postroom-id         the message's id
+//	postroom-time       Time, RFC 3339 with microseconds, where it is set
+//	postroom-operation  Operation, where there is one
+//
+// The record's own timestamp is the time of publishing.
+package kafka
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	kafkago "github.com/segmentio/kafka-go"
+	"github.com/segmentio/kafka-go/sasl"
+
+	"github.com/postroom/postroom/broker"
+)
+
+// Config adjusts a [Bus]. The zero value of each field selects the default that
+// its comment names.
+type Config struct {
+	// TLS is used for every connection; it is cloned. Client certificates that
+	// are renewed on disk go through its GetClientCertificate, which is asked
+	// for each connection. Default: no TLS.
+	TLS *tls.Config
+
+	// SASL authenticates every connection. Its Start is called for each, so an
+	// implementation may hand out new credentials. Default: none.
+	SASL sasl.Mechanism
+
+	// Dial opens connections. Default: a [net.Dialer].
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
+
+	// DialTimeout bounds opening a connection, TLS and authentication included.
+	// Default 5s, at least 10ms.
+	DialTimeout time.Duration
+
+	// ClientID names this program in the brokers' logs and quotas. Default
+	// "postroom".
+	ClientID string
+
+	// Balancer chooses the partition of each message. It is given topic and
+	// key, nil where there is none, and must always give the same partition for
+	// the same key, topic and partitions, else the key has no order. It is
+	// shared by all topics and called from several goroutines.
+	//
+	// Default: keys by murmur2 as Kafka's Java client does, messages without a
+	// key in turns.
+	Balancer kafkago.Balancer
+
+	// Compression of batches. Default none.
+	Compression kafkago.Compression
+
+	// PublishTimeout bounds one request and its answer. Default 10s, at least
+	// 10ms.
+	PublishTimeout time.Duration
+
+	// BatchBytes is the most bytes of one batch before compression, where the
+	// topic's max.message.bytes is not less. A larger record goes alone.
+	// Default 1 MiB, at least 1 KiB.
+	BatchBytes int
+
+	// RequestBytes is the most bytes of one request; one batch is always sent.
+	// Default 16 MiB, at least 1 KiB.
+	RequestBytes int
+
+	// Logger receives warnings about limits that could not be read. Default
+	// slog.Default().
+	Logger *slog.Logger
+}
+
+func (c Config) withDefaults(brokers []string) (Config, error) {
+	c.DialTimeout = cmp.Or(c.DialTimeout, 5*time.Second)
+	c.ClientID = cmp.Or(c.ClientID, "postroom")
+	c.PublishTimeout = cmp.Or(c.PublishTimeout, 10*time.Second)
+	c.BatchBytes = cmp.Or(c.BatchBytes, 1<<20)
+	c.RequestBytes = cmp.Or(c.RequestBytes, 16<<20)
+	c.Logger = cmp.Or(c.Logger, slog.Default())
+	if c.TLS != nil {
+		c.TLS = c.TLS.Clone()
+	}
+	if c.Dial == nil {
+		c.Dial = new(net.Dialer).DialContext
+	}
+
+	var errs []error
+	bad := func(format string, args ...any) {
+		errs = append(errs, fmt.Errorf("kafka: "+format, args...))
+	}
+	if len(brokers) == 0 {
+		bad("no broker is given")
+	}
+	if slices.Contains(brokers, "") {
+		bad("a broker's address is empty")
+	}
+	if d := c.DialTimeout; d < 10*time.Millisecond {
+		bad("Config.DialTimeout is %v, want at least 10ms", d)
+	}
+	if d := c.PublishTimeout; d < 10*time.Millisecond {
+		bad("Config.PublishTimeout is %v, want at least 10ms", d)
+	}
+	if n := c.BatchBytes; n < 1<<10 {
+		bad("Config.BatchBytes is %d, want at least 1024", n)
+	}
+	if n := c.RequestBytes; n < 1<<10 {
+		bad("Config.RequestBytes is %d, want at least 1024", n)
+	}
+	if k := c.Compression; k < 0 || k > kafkago.Zstd {
+		bad("Config.Compression is %d, want 0 to %d", int(k), int(kafkago.Zstd))
+	}
+	return c, errors.Join(errs...)
+}
+
+// A Bus publishes to one Kafka cluster. It is safe for concurrent use.
+type Bus struct {
+	cfg    Config
+	link   *link
+	limits limits
+	turn   turns
+
+	mu     sync.Mutex // held to add to calls, and to close
+	closed bool
+	calls  sync.WaitGroup
+}
+
+var _ broker.Publisher = (*Bus)(nil)
+
+// Open connects to the cluster that the brokers at the given addresses
+// (host:port) belong to. ctx bounds Open only. It fails where none of them
+// answers, or none lets this program in.
+func Open(ctx context.Context, brokers []string, cfg Config) (*Bus, error) {
+	cfg, err := cfg.withDefaults(brokers)
+	if err != nil {
+		return nil, err
+	}
+	b := &Bus{cfg: cfg, link: newLink(brokers, cfg)}
+	ctx, cancel := context.WithTimeout(ctx, 2*cfg.DialTimeout)
+	defer cancel()
+	if _, err := b.link.metadata(ctx, nil); err != nil {
+		_ = b.Close()
+		return nil, fmt.Errorf("kafka: open: %w", err)
+	}
+	return b, nil
+}
+
+// Close closes all connections. Publish calls that are running return. A second
+// Close returns nil.
+func (b *Bus) Close() error {
+	b.mu.Lock()
+	b.closed = true
+	b.mu.Unlock()
+	b.link.close()
+	b.calls.Wait()
+	return nil
+}
+
+// begin enters a call, unless the bus is closed.
+func (b *Bus) begin() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return false
+	}
+	b.calls.Add(1)
+	return true
+}
