@@ -142,6 +142,50 @@ func TestOwnTransaction(t *testing.T) {
 	})
 }
 
+// TestStaleOwnerChangesNoRow: each statement of an owner whose lane was taken over
+// is without effect, although the newest cursor is still its own.
+func TestStaleOwnerChangesNoRow(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		pool := connect(t, s.database(t))
+		write(t, pool, numbered(1, 0, 2)...)
+		lane, origin := ownLane(t, pool)
+		args := beginArgs(lane, origin)
+		identity := func(more ...any) []any { return append(slices.Clone(args[:10]), more...) }
+		first := scan[int64](t, pool, `SELECT min(id) FROM "postroom".outbox_messages`)
+		statements := map[string][]any{
+			"beginDifference": args,
+			"advanceCursor":   identity(int64(5), origin),
+			"closeOrigin":     identity(origin),
+			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}),
+			"renewLanes":      {"test", time.Minute, []int64{lane}, []int64{7}},
+			"releaseLanes":    {"test", []int64{lane}, []int64{7}},
+		}
+		changes := func(name string, args []any) bool {
+			t.Helper()
+			tx, err := pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer tx.Rollback(context.Background())
+			exec(t, tx, statement(t, name), args...)
+			return scan[bool](t, tx, `SELECT pg_current_xact_id_if_assigned() IS NOT NULL`)
+		}
+		for name, args := range statements {
+			if !changes(name, args) {
+				t.Errorf("%s of the owner changes nothing: the test does not show what it is for", name)
+			}
+		}
+		for _, other := range []string{"fence = 8, owner = 'other'", "fence = 9, owner = 'test'", "fence = 7, owner = 'other'"} {
+			exec(t, pool, `UPDATE "postroom".outbox_lanes SET `+other)
+			for name, args := range statements {
+				if changes(name, args) {
+					t.Errorf("%s changes a row although the lane has %s", name, other)
+				}
+			}
+		}
+	})
+}
+
 // TestCase_B01_OpenTransactionIsNotPassed: what commits late is published all
 // the same, and what rolls back never.
 func TestCase_B01_OpenTransactionIsNotPassed(t *testing.T) {
