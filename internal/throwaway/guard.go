@@ -28,7 +28,8 @@ type guard struct {
 	waited chan struct{}
 }
 
-// guardScript gets the directory as $1. A process that has ended may stay as a
+// guardScript gets the directory as $1, and as $2 the signal that ends what it
+// guards. A process that has ended may stay as a
 // zombie where nobody collects it, so its state is looked at too.
 const guardScript = `
 trap '' INT TERM HUP
@@ -46,7 +47,7 @@ alive() {
 		case $stat in *') Z '*) return 1 ;; esac
 	fi
 }
-for p in $pids; do kill -QUIT "$p" 2>/dev/null; done
+for p in $pids; do kill "-$2" "$p" 2>/dev/null; done
 for p in $pids; do
 	n=0
 	while alive "$p" && [ $n -lt 200 ]; do sleep 0.05; n=$((n + 1)); done
@@ -65,6 +66,11 @@ const announce = `echo "add $$" >&3 && exec "$@" 3>&-`
 
 // newGuard makes a new directory for u and guards it.
 func newGuard(name string, u owner) (*guard, error) {
+	return newGuardWith(name, u, "QUIT")
+}
+
+// newGuardWith is for what SIGQUIT does not end, such as Java.
+func newGuardWith(name string, u owner, signal string) (*guard, error) {
 	dir, err := u.tempDir(name)
 	if err != nil {
 		return nil, err
@@ -75,7 +81,7 @@ func newGuard(name string, u owner) (*guard, error) {
 	}
 	defer r.Close()
 	g := &guard{dir: dir, pipe: w, waited: make(chan struct{})}
-	g.cmd = exec.Command("/bin/sh", "-c", guardScript, "throwaway-guard", dir)
+	g.cmd = exec.Command("/bin/sh", "-c", guardScript, "throwaway-guard", dir, signal)
 	g.cmd.Dir = "/"
 	g.cmd.Stdin = r
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

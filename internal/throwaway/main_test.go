@@ -33,12 +33,16 @@ type started struct {
 	Source string
 	Dirs   []string
 	Ports  []int
+	Pid    int // of Kafka
 }
 
 // startAndEnd never closes what it starts, unless end is "close".
 func startAndEnd(end string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
+	if end == "kafka" {
+		return startKafkaAndWait(ctx)
+	}
 	p, err := throwaway.StartPostgres(ctx, throwaway.PostgresConfig{})
 	if err != nil {
 		return err
@@ -66,6 +70,19 @@ func startAndEnd(end string) error {
 		os.Exit(0)
 	case "goexit":
 		return nil
+	}
+	select {} // until a signal
+}
+
+func startKafkaAndWait(ctx context.Context) error {
+	k, err := throwaway.StartKafka(ctx, throwaway.KafkaConfig{RequireReal: true})
+	if err != nil {
+		return err
+	}
+	dir, pid := k.Process()
+	told := started{URL: k.Brokers[0], Source: k.Source, Dirs: []string{dir}, Pid: pid}
+	if err := json.NewEncoder(os.Stdout).Encode(told); err != nil {
+		return err
 	}
 	select {} // until a signal
 }

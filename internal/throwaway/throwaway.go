@@ -1,6 +1,6 @@
 // Package throwaway starts servers for examples, tests and benchmarks, and ends
 // them with the program that asked for them: PostgreSQL with standbys, NATS with
-// JetStream, and PgBouncer.
+// JetStream, Kafka, and PgBouncer.
 //
 // Every server listens on a free port of 127.0.0.1 only and keeps its files in a
 // directory of its own. It ends, and the directory goes, at Close or when the

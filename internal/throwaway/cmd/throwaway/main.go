@@ -4,6 +4,7 @@
 //
 //	throwaway postgres [-version 14] [-url URL] [-set name=value]...
 //	throwaway nats [-port 4222] [-store DIR]
+//	throwaway kafka [-version 3.9] [-fake] [-require-real] [-set name=value]...
 package main
 
 import (
@@ -24,6 +25,7 @@ import (
 const usage = `usage:
   throwaway postgres [-version 14] [-url URL] [-set name=value]...
   throwaway nats [-port 4222] [-store DIR]
+  throwaway kafka [-version 3.9] [-fake] [-require-real] [-set name=value]...
 `
 
 func main() {
@@ -53,6 +55,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return runPostgres(ctx, flags, args[1:], stdout)
 	case "nats":
 		return runNATS(ctx, flags, args[1:], stdout)
+	case "kafka":
+		return runKafka(ctx, flags, args[1:], stdout)
 	default:
 		return fmt.Errorf("unknown server %q\n%s", args[0], usage)
 	}
@@ -62,14 +66,7 @@ func runPostgres(ctx context.Context, flags *flag.FlagSet, args []string, stdout
 	cfg := throwaway.PostgresConfig{Settings: map[string]string{}}
 	flags.StringVar(&cfg.Version, "version", "", "major version, 14 or later (default any)")
 	flags.StringVar(&cfg.URL, "url", "", "describe this running server instead of starting one")
-	flags.Func("set", "server setting, `name=value`; may be repeated", func(s string) error {
-		name, value, ok := strings.Cut(s, "=")
-		if !ok {
-			return errors.New("want name=value")
-		}
-		cfg.Settings[name] = value
-		return nil
-	})
+	settings(flags, cfg.Settings)
 	if err := parse(flags, args); err != nil {
 		return err
 	}
@@ -103,6 +100,39 @@ func runNATS(ctx context.Context, flags *flag.FlagSet, args []string, stdout io.
 		URL      string `json:"url"`
 		StoreDir string `json:"store_dir"`
 	}{n.URL, n.StoreDir})
+}
+
+func runKafka(ctx context.Context, flags *flag.FlagSet, args []string, stdout io.Writer) (err error) {
+	cfg := throwaway.KafkaConfig{Settings: map[string]string{}}
+	flags.StringVar(&cfg.Version, "version", "", "release line, 4.4 or 3.9 (default the newest)")
+	flags.BoolVar(&cfg.Fake, "fake", false, "start kfake, also where Apache Kafka can be had")
+	flags.BoolVar(&cfg.RequireReal, "require-real", false, "fail where Apache Kafka cannot be had, instead of starting kfake")
+	settings(flags, cfg.Settings)
+	if err := parse(flags, args); err != nil {
+		return err
+	}
+	k, err := throwaway.StartKafka(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, k.Close()) }()
+	return report(ctx, stdout, struct {
+		Brokers string `json:"brokers"`
+		Version string `json:"version"`
+		Source  string `json:"source"`
+	}{strings.Join(k.Brokers, ","), k.Version, k.Source})
+}
+
+// settings adds a flag that fills into.
+func settings(flags *flag.FlagSet, into map[string]string) {
+	flags.Func("set", "server setting, `name=value`; may be repeated", func(s string) error {
+		name, value, ok := strings.Cut(s, "=")
+		if !ok {
+			return errors.New("want name=value")
+		}
+		into[name] = value
+		return nil
+	})
 }
 
 func parse(flags *flag.FlagSet, args []string) error {
