@@ -19,9 +19,9 @@
 // they were sent in that batch, and what the call holds for the partition beyond
 // it is NotTried and was not sent.
 //
-// A batch that met a broken connection or a leader that has moved is sent once
-// more after the cluster's layout was read anew, so a record may stand in the
-// log twice, with the same id.
+// A batch that met a broken connection is sent once more, and one whose leader
+// has moved three times more within a moment, each time after the cluster's
+// layout was read anew. So a record may stand in the log twice, with the same id.
 //
 // A record whose size, headers included, exceeds the topic's max.message.bytes
 // is Refused alone and not sent. Where compression is on it is sent in a batch

@@ -61,7 +61,7 @@ type lane struct {
 	partition int
 	leader    int32 // -1: none
 	batches   [][]int
-	resent    bool // the first batch is sent for the second time
+	resent    int // how often the first batch was sent anew
 }
 
 func (c *call) run(ctx context.Context) {
@@ -89,14 +89,15 @@ func (c *call) run(ctx context.Context) {
 		lanes = append(lanes, c.plan(topic, byTopic[topic], layout[topic], limits[topic])...)
 	}
 	for {
-		// A batch goes out twice at most, so this ends.
+		// A batch is sent anew maxResent times at most, so this ends.
 		lanes = c.sendAll(ctx, lanes)
 		if len(lanes) == 0 {
 			return
 		}
+		pause(ctx, lanes)
 		layout, err = c.layout(ctx, topics, true)
 		for _, l := range lanes {
-			l.resent, l.leader = true, -1
+			l.resent, l.leader = l.resent+1, -1
 			if err == nil {
 				l.leader = leader(layout[l.topic], l.partition)
 			}
@@ -107,6 +108,31 @@ func (c *call) run(ctx context.Context) {
 			}
 			return
 		}
+	}
+}
+
+const (
+	// maxResent is how often a batch is sent anew after a broker said that it is
+	// not the leader. A new topic's brokers say so for a moment.
+	maxResent = 3
+	// firstPause stands before the second time; it doubles.
+	firstPause = 50 * time.Millisecond
+)
+
+// pause waits until the lanes may be sent anew: the first time at once.
+func pause(ctx context.Context, lanes []*lane) {
+	most := 0
+	for _, l := range lanes {
+		most = max(most, l.resent)
+	}
+	if most == 0 {
+		return
+	}
+	timer := time.NewTimer(firstPause << (most - 1))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
 	}
 }
 

@@ -80,7 +80,7 @@ func (c *call) request(ctx context.Context, lanes []*lane) map[*lane]verdict {
 
 // lostAnswer settles a batch whose answer did not come.
 func (c *call) lostAnswer(ctx context.Context, l *lane, err error) verdict {
-	if !l.resent && ctx.Err() == nil {
+	if l.resent == 0 && ctx.Err() == nil {
 		return sendAnew
 	}
 	c.failLane(l, l.scope(), fmt.Errorf("kafka: %s: %w", l.scope(), err))
@@ -96,7 +96,7 @@ func (c *call) answered(l *lane, p *produce.ResponsePartition) verdict {
 		for _, i := range batch {
 			c.results[i] = broker.Result{Outcome: broker.Stored}
 		}
-		l.batches, l.resent = l.batches[1:], false
+		l.batches, l.resent = l.batches[1:], 0
 		return goOn
 	case kafkago.MessageSizeTooLarge, kafkago.RecordListTooLarge:
 		// The limit was lowered, or the broker's is below the topic's.
@@ -108,7 +108,7 @@ func (c *call) answered(l *lane, p *produce.ResponsePartition) verdict {
 		return goOn
 	case kafkago.UnknownTopicOrPartition, kafkago.LeaderNotAvailable, kafkago.NotLeaderForPartition,
 		kafkago.NetworkException, kafkago.KafkaStorageError, kafkago.FencedLeaderEpoch, kafkago.UnknownLeaderEpoch:
-		if !l.resent {
+		if l.resent < maxResent {
 			return sendAnew
 		}
 	}

@@ -22,6 +22,11 @@ import (
 func TestConformance(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, kfake.NumBrokers(1), kfake.BrokerConfigs(map[string]string{"message.max.bytes": "100000"}))
+	conformance(t, r)
+}
+
+func conformance(t *testing.T, r *rig) {
+	t.Helper()
 	const subscribes = "the adapter does not subscribe"
 	skip := map[string]string{
 		"FailureStopsItsKey": "a batch of a partition fails as a whole; B97 tests it",
@@ -34,7 +39,7 @@ func TestConformance(t *testing.T) {
 	}
 	brokertest.Run(t, brokertest.Harness{
 		Publisher: func(ctx context.Context) (broker.Publisher, error) {
-			return kafka.Open(ctx, r.cluster.ListenAddrs(), config())
+			return kafka.Open(ctx, r.brokers, config())
 		},
 		Subscriber: func(context.Context) (broker.Subscriber, func(), error) {
 			return reader{r}, func() {}, nil
@@ -52,7 +57,7 @@ func TestConformance(t *testing.T) {
 type reader struct{ r *rig }
 
 func (rd reader) Subscribe(ctx context.Context, s broker.Subscription, deliver func(broker.Delivery)) error {
-	cl, err := kgo.NewClient(kgo.SeedBrokers(rd.r.cluster.ListenAddrs()...), kgo.ConsumeTopics(s.Topic),
+	cl, err := kgo.NewClient(kgo.SeedBrokers(rd.r.brokers...), kgo.ConsumeTopics(s.Topic),
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
 	if err != nil {
 		return err

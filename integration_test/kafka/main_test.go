@@ -28,7 +28,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // A rig is a cluster and a client of it that is not ours.
 type rig struct {
 	t       testing.TB
-	cluster *kfake.Cluster
+	brokers []string
+	cluster *kfake.Cluster // nil where the brokers are real
 	admin   *kgo.Client
 }
 
@@ -39,8 +40,7 @@ func newRig(t testing.TB, opts ...kfake.Opt) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(c.Close)
-	r := &rig{t: t, cluster: c, admin: newClient(t, c.ListenAddrs())}
-	return r
+	return &rig{t: t, brokers: c.ListenAddrs(), cluster: c, admin: newClient(t, c.ListenAddrs())}
 }
 
 func newClient(t testing.TB, brokers []string, opts ...kgo.Opt) *kgo.Client {
@@ -68,7 +68,22 @@ func (r *rig) createTopic(ctx context.Context, name string, partitions int32, se
 	if err != nil {
 		return err
 	}
-	return kerr.ErrorForCode(res.Topics[0].ErrorCode)
+	if err := kerr.ErrorForCode(res.Topics[0].ErrorCode); err != nil {
+		return err
+	}
+	// A broker answers before it knows of the topic itself.
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if known, err := r.topicExists(ctx, name); known || err != nil {
+			return err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 }
 
 func (r *rig) topic(name string, partitions int32, settings ...string) {
@@ -85,7 +100,9 @@ func (r *rig) topicExists(ctx context.Context, name string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	return slices.ContainsFunc(res.Topics, func(t kmsg.MetadataResponseTopic) bool { return *t.Topic == name }), nil
+	return slices.ContainsFunc(res.Topics, func(t kmsg.MetadataResponseTopic) bool {
+		return *t.Topic == name && !slices.ContainsFunc(t.Partitions, func(p kmsg.MetadataResponseTopicPartition) bool { return p.Leader < 0 })
+	}), nil
 }
 
 func (r *rig) open(change ...func(*kafka.Config)) *kafka.Bus {
@@ -94,7 +111,7 @@ func (r *rig) open(change ...func(*kafka.Config)) *kafka.Bus {
 	for _, f := range change {
 		f(&c)
 	}
-	b, err := kafka.Open(r.t.Context(), r.cluster.ListenAddrs(), c)
+	b, err := kafka.Open(r.t.Context(), r.brokers, c)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -149,7 +166,7 @@ func (r *rig) failNext(n int, code *kerr.Error) {
 // read returns the first n records of a topic by a client that is not ours.
 func (r *rig) read(topic string, n int) []*kgo.Record {
 	r.t.Helper()
-	cl := newClient(r.t, r.cluster.ListenAddrs(), kgo.ConsumeTopics(topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
+	cl := newClient(r.t, r.brokers, kgo.ConsumeTopics(topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
 	ctx, cancel := context.WithTimeout(r.t.Context(), 20*time.Second)
 	defer cancel()
 	var all []*kgo.Record
