@@ -33,18 +33,48 @@ func TestServerLivesUntilToldToEnd(t *testing.T) {
 		dir  string // the key of a directory that goes at the end; may be missing
 		end  func(*exec.Cmd, io.Closer) error
 	}{
-		{"postgres, end of input", []string{"postgres", "-set", "work_mem=5MB"}, []string{"url", "version", "source", "data_dir", "bin_dir"}, "data_dir",
-			func(_ *exec.Cmd, stdin io.Closer) error { return stdin.Close() }},
-		{"postgres, SIGTERM", []string{"postgres"}, []string{"url"}, "data_dir",
-			func(cmd *exec.Cmd, _ io.Closer) error { return cmd.Process.Signal(syscall.SIGTERM) }},
-		{"nats, end of input", []string{"nats"}, []string{"url", "store_dir"}, "store_dir",
-			func(_ *exec.Cmd, stdin io.Closer) error { return stdin.Close() }},
-		{"nats, SIGINT", []string{"nats"}, []string{"url"}, "store_dir",
-			func(cmd *exec.Cmd, _ io.Closer) error { return cmd.Process.Signal(syscall.SIGINT) }},
-		{"kafka, end of input", []string{"kafka", "-require-real", "-set", "num.io.threads=4"}, []string{"brokers", "version", "source"}, "",
-			func(_ *exec.Cmd, stdin io.Closer) error { return stdin.Close() }},
-		{"kfake, SIGTERM", []string{"kafka", "-fake", "-version", "3.9"}, []string{"brokers", "version", "source"}, "",
-			func(cmd *exec.Cmd, _ io.Closer) error { return cmd.Process.Signal(syscall.SIGTERM) }},
+		{
+			"postgres, end of input",
+			[]string{"postgres", "-set", "work_mem=5MB"},
+			[]string{"url", "version", "source", "data_dir", "bin_dir"},
+			"data_dir",
+			func(_ *exec.Cmd, stdin io.Closer) error { return stdin.Close() },
+		},
+		{
+			"postgres, SIGTERM",
+			[]string{"postgres"},
+			[]string{"url"},
+			"data_dir",
+			func(cmd *exec.Cmd, _ io.Closer) error { return cmd.Process.Signal(syscall.SIGTERM) },
+		},
+		{
+			"nats, end of input",
+			[]string{"nats"},
+			[]string{"url", "store_dir"},
+			"store_dir",
+			func(_ *exec.Cmd, stdin io.Closer) error { return stdin.Close() },
+		},
+		{
+			"nats, SIGINT",
+			[]string{"nats"},
+			[]string{"url"},
+			"store_dir",
+			func(cmd *exec.Cmd, _ io.Closer) error { return cmd.Process.Signal(syscall.SIGINT) },
+		},
+		{
+			"kafka, end of input",
+			[]string{"kafka", "-require-real", "-set", "num.io.threads=4"},
+			[]string{"brokers", "version", "source"},
+			"",
+			func(_ *exec.Cmd, stdin io.Closer) error { return stdin.Close() },
+		},
+		{
+			"kfake, SIGTERM",
+			[]string{"kafka", "-fake", "-version", "3.9"},
+			[]string{"brokers", "version", "source"},
+			"",
+			func(cmd *exec.Cmd, _ io.Closer) error { return cmd.Process.Signal(syscall.SIGTERM) },
+		},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
