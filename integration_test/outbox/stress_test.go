@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -37,6 +36,8 @@ type stress struct {
 	seed uint64
 	box  outbox.Outbox
 
+	crashes bool // errors are expected
+
 	transactions, rollbacks, savepoints, prepared atomic.Int64
 }
 
@@ -45,16 +46,10 @@ type stress struct {
 // dispatchers that are stopped, killed, paused beyond their lease and started.
 func TestStress(t *testing.T) {
 	each(t, func(t *testing.T, s *server) {
-		st := &stress{seed: *seedFlag}
-		if st.seed == 0 {
-			st.seed = rand.Uint64()
-		}
-		t.Logf("run again with: -run TestStress -seed=%d -stress=%v", st.seed, *stressFlag)
+		st := newStress(t, s)
 		u := s.database(t)
 		st.pool = connect(t, u)
-		exec(t, st.pool, `CREATE TABLE counters (key text PRIMARY KEY, n int NOT NULL DEFAULT 0)`)
-		exec(t, st.pool, `INSERT INTO counters SELECT 'k' || g FROM generate_series(0, $1::int - 1) g`, stressKeys)
-		exec(t, st.pool, `INSERT INTO counters VALUES ('prepared'), ('late'), ('old')`)
+		st.counters(t)
 
 		// These stay open throughout: one that writes at once, one that has an
 		// id, one that holds a snapshot and writes at its end.
@@ -102,6 +97,22 @@ func TestStress(t *testing.T) {
 		chaos.stop(t)
 		st.check(t, journal)
 	})
+}
+
+func newStress(t *testing.T, s *server) *stress {
+	st := &stress{seed: *seedFlag}
+	if st.seed == 0 {
+		st.seed = rand.Uint64()
+	}
+	t.Logf("run again with: POSTROOM_TEST_POSTGRES=%d, -run %s -seed=%d -stress=%v", s.Major, t.Name(), st.seed, *stressFlag)
+	return st
+}
+
+func (st *stress) counters(t *testing.T) {
+	t.Helper()
+	exec(t, st.pool, `CREATE TABLE counters (key text PRIMARY KEY, n int NOT NULL DEFAULT 0)`)
+	exec(t, st.pool, `INSERT INTO counters SELECT 'k' || g FROM generate_series(0, $1::int - 1) g`, stressKeys)
+	exec(t, st.pool, `INSERT INTO counters VALUES ('prepared'), ('late'), ('old')`)
 }
 
 func commit(t testing.TB, tx pgx.Tx) {
@@ -161,6 +172,8 @@ func (st *stress) writer(t *testing.T, ctx context.Context, number int) {
 		switch {
 		case errors.Is(err, errRollback):
 			st.rollbacks.Add(1)
+		case err != nil && st.crashes:
+			pause(ctx, 20*time.Millisecond)
 		case err != nil && ctx.Err() == nil:
 			t.Errorf("writer %d: %v", number, err)
 			return
@@ -355,69 +368,5 @@ func (st *stress) check(t *testing.T, journal *journalReader) {
 		len(first), len(msgs)-len(first), len(calls), full)
 	if full < 5 || len(calls)-full < 20 {
 		t.Errorf("%d calls, %d of a full page: want both small and paged differences", len(calls), full)
-	}
-}
-
-// chaos runs two dispatchers and mistreats them.
-type chaos struct {
-	rng    *rand.Rand
-	config childConfig
-	slots  [2]*child
-	named  int
-	counts map[string]int
-}
-
-func newChaos(t *testing.T, seed uint64, c childConfig) *chaos {
-	ch := &chaos{rng: rand.New(rand.NewPCG(seed, 2000)), config: c, counts: map[string]int{}}
-	for i := range ch.slots {
-		ch.start(t, i)
-	}
-	return ch
-}
-
-func (c *chaos) start(t *testing.T, i int) {
-	c.named++
-	cfg := c.config
-	cfg.Name = "d" + strconv.Itoa(c.named)
-	c.slots[i] = startChild(t, cfg)
-}
-
-func (c *chaos) run(t *testing.T, ctx context.Context) {
-	for n := 0; ctx.Err() == nil; n++ {
-		pause(ctx, time.Duration(100+c.rng.IntN(900))*time.Millisecond)
-		i := c.rng.IntN(len(c.slots))
-		action := c.rng.IntN(4)
-		if n < 3 {
-			action = 3 - n // each at least once
-		}
-		switch action {
-		case 0, 1:
-			c.counts["killed"]++
-			c.slots[i].kill()
-			c.start(t, i)
-		case 2:
-			c.counts["stopped"]++
-			c.slots[i].stop(t)
-			c.start(t, i)
-		case 3:
-			c.counts["paused"]++
-			c.slots[i].signal(syscall.SIGSTOP)
-			pause(ctx, stressLease+time.Duration(c.rng.IntN(600))*time.Millisecond)
-			c.slots[i].signal(syscall.SIGCONT)
-		}
-	}
-	t.Log("dispatchers were", c.counts)
-}
-
-func (c *chaos) kill(t *testing.T) {
-	for i := range c.slots {
-		c.slots[i].kill()
-		c.start(t, i)
-	}
-}
-
-func (c *chaos) stop(t *testing.T) {
-	for _, s := range c.slots {
-		s.stop(t)
 	}
 }
