@@ -1,5 +1,5 @@
-// Package kafka_test runs the Kafka adapter against a cluster in this process,
-// which can answer single requests with chosen errors.
+// Package kafka_test runs the Kafka adapter against Apache Kafka, and for faults
+// against a cluster in this process that answers single requests with chosen errors.
 package kafka_test
 
 import (
