@@ -133,15 +133,17 @@ func (r *run) error(failed error) error {
 func (r *run) look() (idle bool, next time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.start(time.Now())
-	r.alarm = r.due()
+	now := time.Now()
+	r.start(now)
+	r.alarm = r.due(now)
 	return r.s.held == 0 && r.giving == 0, r.alarm
 }
 
-// due returns when something may be started that may not now.
-func (r *run) due() time.Time {
+// due returns when something may be started that start(now) did not, or the zero
+// time.
+func (r *run) due(now time.Time) time.Time {
 	due := r.s.due()
-	if o := r.outage; o != nil && !o.probing && r.s.held > 0 && time.Now().Before(o.until) {
+	if o := r.outage; o != nil && !o.probing && r.s.held > 0 && now.Before(o.until) {
 		due = o.until
 	}
 	if r.stopping {
@@ -151,8 +153,8 @@ func (r *run) due() time.Time {
 }
 
 // tell makes loop look, if it has to look earlier than it means to.
-func (r *run) tell() {
-	if due := r.due(); !r.stopping && (due.IsZero() || !r.alarm.IsZero() && !due.Before(r.alarm)) {
+func (r *run) tell(now time.Time) {
+	if due := r.due(now); !r.stopping && (due.IsZero() || !r.alarm.IsZero() && !due.Before(r.alarm)) {
 		return
 	}
 	select {
@@ -178,8 +180,9 @@ func (r *run) deliver(d broker.Delivery) {
 	}
 	t.attempts = r.attempts[t.m.ID]
 	r.s.add(t)
-	r.start(time.Now())
-	r.tell()
+	now := time.Now()
+	r.start(now)
+	r.tell(now)
 }
 
 // start runs what may run, each in a goroutine. r.mu is held.
@@ -243,7 +246,7 @@ func (r *run) settle(o outcome) *task {
 	r.note(o, now)
 	next := r.next(now)
 	r.start(now)
-	r.tell()
+	r.tell(now)
 	return next
 }
 
@@ -375,6 +378,6 @@ func (r *run) giveBack(tasks []*task) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.giving--
-		r.tell()
+		r.tell(time.Now())
 	}()
 }

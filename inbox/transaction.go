@@ -98,7 +98,7 @@ func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h 
 		b.rollback(ctx, t)
 		return Failed, &failure{b.subscriber, m.ID, stageCommit, err, false, false}
 	}
-	if f := b.commit(ctx, t, m.ID); f != nil {
+	if f := b.commit(ctx, t, m.ID, record); f != nil {
 		return Failed, f
 	}
 	return Handled, nil
@@ -164,7 +164,7 @@ func (b *box) sendCommit(ctx context.Context, t *txn, id string) (ours bool, tag
 
 // commit ends t. ctx no longer bounds it: an interrupted COMMIT would have to be
 // looked up.
-func (b *box) commit(ctx context.Context, t *txn, id string) *failure {
+func (b *box) commit(ctx context.Context, t *txn, id, record string) *failure {
 	ctx, stop := bounds.with(context.WithoutCancel(ctx), commitTime)
 	defer stop()
 	ours, tag, err := b.sendCommit(ctx, t, id)
@@ -181,7 +181,8 @@ func (b *box) commit(ctx context.Context, t *txn, id string) *failure {
 		f.trouble = false
 	case lost || ambiguous(err):
 		f.trouble = true
-		if b.isRecorded(ctx, id) {
+		// claimEnded finds the record of before, and may be repeated as it is.
+		if record != claimEnded && b.isRecorded(ctx, id) {
 			return nil
 		}
 	case !ours && isCastError(err):
@@ -240,8 +241,8 @@ func (b *box) rollback(ctx context.Context, t *txn) {
 	if large := t.g != nil && t.g.large; !large && (conn.IsClosed() || conn.PgConn().TxStatus() == 'I') {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
-	defer cancel()
+	ctx, stop := bounds.with(context.WithoutCancel(ctx), rollbackTime)
+	defer stop()
 	if !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
 		_, _ = conn.Exec(ctx, "rollback") // on an error Release closes the connection
 	}
@@ -254,12 +255,14 @@ func (b *box) rollback(ctx context.Context, t *txn) {
 // goroutine is still running a statement is touched no more, since it belongs to
 // that goroutine until the statement fails.
 func abandon(ctx context.Context, conn *pgxpool.Conn, running bool) {
-	if running {
-		_ = conn.Hijack().PgConn().Conn().Close()
-		return
-	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
 	defer cancel()
+	if running {
+		c := conn.Hijack().PgConn()
+		_ = c.CancelRequest(ctx) // lest the server hold the message's row until the statement ends
+		_ = c.Conn().Close()
+		return
+	}
 	_ = conn.Conn().Close(ctx)
 	conn.Release()
 }
