@@ -12,10 +12,10 @@ quickstart: ## the main job on throw-away servers, with processes killed on the 
 	go run ./examples/quickstart
 
 test: ## all tests on real servers, with the race detector
-	go test -race $(ALL)
+	go test -race -timeout 30m $(ALL)
 
 versions: ## the same, on the oldest and the newest PostgreSQL, and the installed one
-	POSTROOM_TEST_POSTGRES=14,15,18 go test -race $(ALL)
+	POSTROOM_TEST_POSTGRES=14,15,18 go test -race -timeout 30m $(ALL)
 
 lint: ## what the code must look like, the import arrows among it
 	for m in $(MODULES); do (cd $$m && $(LINT) run ./...) || exit 1; done

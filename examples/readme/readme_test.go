@@ -32,12 +32,12 @@ func TestREADMEShowsThisCode(t *testing.T) {
 		}
 	}
 	first := strings.Join(strings.Split(readme, "\n")[:25], "\n")
-	for _, command := range []string{"go run ./examples/quickstart", "go test -race github.com/postroom/postroom/..."} {
+	for _, command := range []string{"go run ./examples/quickstart", "go test -race -timeout 30m github.com/postroom/postroom/..."} {
 		if !strings.Contains(first, command) {
 			t.Errorf("the README's first screen lacks %q", command)
 		}
 	}
-	if !strings.Contains(read(t, "../../.ci/run"), "go test -race github.com/postroom/postroom/...") {
+	if !strings.Contains(read(t, "../../.ci/run"), "go test -race -timeout 30m github.com/postroom/postroom/...") {
 		t.Error("CI does not run the README's test command")
 	}
 }
