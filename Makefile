@@ -24,7 +24,7 @@ fmt: ## format
 	for m in $(MODULES); do (cd $$m && $(LINT) fmt ./...) || exit 1; done
 
 bench: ## benchmarks, each beside a hand-written loop of the same run
-	go test -run '^$$' -bench . -benchtime=1x ./dispatcher
+	go test -run '^$$' -bench . -benchtime=1x ./dispatcher ./integration_test/bench
 	go test -run '^$$' -bench . ./outbox ./inbox
 
 tidy: ## go.mod of every module
