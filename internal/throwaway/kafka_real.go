@@ -24,6 +24,7 @@ type realKafka struct {
 
 	listeners []listener
 	process   *child
+	paused    bool
 }
 
 type listener struct {
@@ -263,7 +264,7 @@ func (r *realKafka) start(ctx context.Context) error {
 		<-process.done
 		return fmt.Errorf("%w: its log ends: %s", err, process.log)
 	}
-	r.process = process
+	r.process, r.paused = process, false
 	return nil
 }
 
@@ -275,9 +276,31 @@ func (r *realKafka) stop(ctx context.Context) error {
 }
 
 func (r *realKafka) kill(ctx context.Context) error { return r.process.end(ctx, syscall.SIGKILL) }
-func (r *realKafka) pause() error                   { return r.signal(syscall.SIGSTOP) }
-func (r *realKafka) resume() error                  { return r.signal(syscall.SIGCONT) }
 func (r *realKafka) close() error                   { return r.guard.Close() }
+
+// pause returns when all of the server's threads have stopped: a busy machine
+// lets them answer for a moment after the signal.
+func (r *realKafka) pause() error {
+	if r.paused {
+		return nil // the stop was reported, and is so once
+	}
+	if err := r.signal(syscall.SIGSTOP); err != nil {
+		return err
+	}
+	r.paused = true
+	var status syscall.WaitStatus
+	for {
+		_, err := syscall.Wait4(r.process.cmd.Process.Pid, &status, syscall.WUNTRACED, nil)
+		if !errors.Is(err, syscall.EINTR) {
+			return err
+		}
+	}
+}
+
+func (r *realKafka) resume() error {
+	r.paused = false
+	return r.signal(syscall.SIGCONT)
+}
 
 func (r *realKafka) signal(sig syscall.Signal) error {
 	err := r.process.cmd.Process.Signal(sig)
