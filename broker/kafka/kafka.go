@@ -107,8 +107,27 @@ type Config struct {
 	// Default 16 MiB, at least 1 KiB.
 	RequestBytes int
 
-	// Logger receives warnings about limits that could not be read. Default
-	// slog.Default().
+	// SessionTimeout is how long a member of a group may be silent before its
+	// partitions go to others. Brokers allow 6s to 30m unless they are set
+	// otherwise. Default 10s, at least 1s.
+	SessionTimeout time.Duration
+
+	// PrefetchBytes is how much a subscription keeps fetched ahead of delivery,
+	// apart from one record for each partition, which is taken whatever its
+	// size. Default 16 MiB, at least 1 KiB.
+	PrefetchBytes int
+
+	// MaxAhead is how many messages of a partition are handed over from the
+	// first unsettled one on: what a message that takes long may leave to be
+	// repeated after a crash. Default 10000, at least 1.
+	MaxAhead int
+
+	// ReadUncommitted hands over messages of transactions that are open or were
+	// aborted. Default: they are held back until the transaction is committed.
+	ReadUncommitted bool
+
+	// Logger receives warnings about limits that could not be read and offsets
+	// that the broker does not hold. Default slog.Default().
 	Logger *slog.Logger
 }
 
@@ -118,6 +137,9 @@ func (c Config) withDefaults(brokers []string) (Config, error) {
 	c.PublishTimeout = cmp.Or(c.PublishTimeout, 10*time.Second)
 	c.BatchBytes = cmp.Or(c.BatchBytes, 1<<20)
 	c.RequestBytes = cmp.Or(c.RequestBytes, 16<<20)
+	c.SessionTimeout = cmp.Or(c.SessionTimeout, 10*time.Second)
+	c.PrefetchBytes = cmp.Or(c.PrefetchBytes, 16<<20)
+	c.MaxAhead = cmp.Or(c.MaxAhead, 10_000)
 	c.Logger = cmp.Or(c.Logger, slog.Default())
 	if c.TLS != nil {
 		c.TLS = c.TLS.Clone()
@@ -147,6 +169,15 @@ func (c Config) withDefaults(brokers []string) (Config, error) {
 	}
 	if n := c.RequestBytes; n < 1<<10 {
 		bad("Config.RequestBytes is %d, want at least 1024", n)
+	}
+	if d := c.SessionTimeout; d < time.Second {
+		bad("Config.SessionTimeout is %v, want at least 1s", d)
+	}
+	if n := c.PrefetchBytes; n < 1<<10 {
+		bad("Config.PrefetchBytes is %d, want at least 1024", n)
+	}
+	if n := c.MaxAhead; n < 1 {
+		bad("Config.MaxAhead is %d, want at least 1", n)
 	}
 	if k := c.Compression; k < 0 || k > kafkago.Zstd {
 		bad("Config.Compression is %d, want 0 to %d", int(k), int(kafkago.Zstd))

@@ -120,7 +120,10 @@ func (r *rig) open(change ...func(*kafka.Config)) *kafka.Bus {
 }
 
 func config() kafka.Config {
-	return kafka.Config{PublishTimeout: 3 * time.Second, DialTimeout: 2 * time.Second, Logger: slog.New(slog.DiscardHandler)}
+	return kafka.Config{
+		PublishTimeout: 3 * time.Second, DialTimeout: 2 * time.Second, SessionTimeout: 6 * time.Second,
+		Logger: slog.New(slog.DiscardHandler),
+	}
 }
 
 // onProduce answers produce requests by f until it says that it is done. f gets

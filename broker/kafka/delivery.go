@@ -1,0 +1,181 @@
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/broker"
+)
+
+var errSettled = errors.New("kafka: delivery was settled before")
+
+// A delivery is one message that is handed over.
+type delivery struct {
+	f       *feed
+	p       *partition
+	r       *entry
+	message postroom.Message
+	settled bool // guarded by f.mu
+}
+
+func (d *delivery) Message() postroom.Message { return d.message }
+func (d *delivery) Lost() <-chan struct{}     { return d.p.lost }
+
+// Deliveries returns 0: Kafka does not count.
+func (d *delivery) Deliveries() int { return 0 }
+
+func (d *delivery) Position() broker.Position {
+	return broker.Position{Topic: d.f.s.Topic, Partition: d.p.index, Offset: uint64(d.r.offset)}
+}
+
+// Ack implements [broker.Delivery]. The partition's offset is committed soon
+// after, if nothing before the message is unsettled.
+func (d *delivery) Ack(ctx context.Context) error {
+	return d.settle(ctx, func() {
+		d.p.settle(d.r)
+		if d.p.position() > d.p.committed {
+			kick(d.f.dirty)
+		}
+	})
+}
+
+// Retry implements [broker.Delivery]. The message is fetched again, and what lies
+// behind it in its partition and has not been handed over waits for it. After the
+// subscription's context has ended, it is left to the partition's next owner.
+func (d *delivery) Retry(ctx context.Context, delay time.Duration) error {
+	due := time.Now().Add(delay)
+	return d.settle(ctx, func() {
+		d.p.giveBack(d.r, due)
+		kick(d.f.room)
+	})
+}
+
+func (d *delivery) settle(ctx context.Context, settle func()) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("kafka: %w", context.Cause(ctx))
+	}
+	f := d.f
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if d.settled {
+		return errSettled
+	}
+	d.settled = true
+	if d.p.gone {
+		return fmt.Errorf("kafka: %w", broker.ErrLost)
+	}
+	full := f.out == f.s.MaxInFlight || len(d.p.window) >= f.b.cfg.MaxAhead
+	settle()
+	f.out--
+	f.check()
+	if full {
+		kick(f.hand)
+	}
+	return nil
+}
+
+// handOver calls deliver until ctx ends.
+func (f *feed) handOver(ctx context.Context, deliver func(broker.Delivery)) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		d, due := f.next()
+		if d != nil {
+			deliver(d)
+			continue
+		}
+		var alarm <-chan time.Time
+		if !due.IsZero() {
+			timer.Reset(time.Until(due))
+			alarm = timer.C
+		}
+		select {
+		case <-f.hand:
+		case <-alarm:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// next takes what is to be handed over, from the partitions in turns. Where there
+// is nothing it returns nil, and when there may be something, or the zero time.
+func (f *feed) next() (*delivery, time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.draining || f.out >= f.s.MaxInFlight {
+		return nil, time.Time{}
+	}
+	var soonest time.Time
+	now := time.Now()
+	for range f.parts {
+		f.turn = (f.turn + 1) % len(f.parts)
+		p := f.parts[f.turn]
+		r, due := p.next(now, f.b.cfg.MaxAhead)
+		if r != nil {
+			f.out++
+			d := &delivery{f: f, p: p, r: r, message: r.message}
+			r.message = postroom.Message{} // it belongs to the receiver
+			if f.hungry(p) {
+				kick(f.room)
+			}
+			return d, time.Time{}
+		}
+		if !due.IsZero() && (soonest.IsZero() || due.Before(soonest)) {
+			soonest = due
+		}
+	}
+	return nil, soonest
+}
+
+// assign gives the partitions with the indexes to this member, keeps what it has
+// of them, and takes all others away.
+func (f *feed) assign(indexes []int32) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	had := make(map[int32]*partition, len(f.parts))
+	for _, p := range f.parts {
+		had[p.index] = p
+	}
+	f.parts = make([]*partition, 0, len(indexes))
+	for _, i := range indexes {
+		p := had[i]
+		if p == nil {
+			p = newPartition(i)
+		}
+		delete(had, i)
+		f.parts = append(f.parts, p)
+	}
+	for _, p := range had {
+		f.lose(p)
+	}
+	f.check()
+	kick(f.room)
+}
+
+// lose makes the deliveries of a partition void. f.mu is held.
+func (f *feed) lose(p *partition) {
+	p.gone = true
+	close(p.lost)
+	f.out -= p.out
+	p.queue, p.window = nil, nil
+	f.trouble.clear(p.index)
+	kick(f.hand)
+}
+
+// restart gives up what is held of a partition whose log does not hold the offset
+// where it stands. f.mu is held.
+func (f *feed) restart(p *partition) {
+	for i := range f.parts {
+		if f.parts[i] == p {
+			f.parts[i] = newPartition(p.index)
+			f.parts[i].first = true
+			f.lose(p)
+			f.check()
+			return
+		}
+	}
+}
