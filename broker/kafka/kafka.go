@@ -62,14 +62,22 @@ import (
 // Config adjusts a [Bus]. The zero value of each field selects the default that
 // its comment names.
 type Config struct {
-	// TLS is used for every connection; it is cloned. Client certificates that
-	// are renewed on disk go through its GetClientCertificate, which is asked
-	// for each connection. Default: no TLS.
+	// TLS is used for every connection; it is cloned. Where its ServerName is
+	// empty the broker's host is expected. See [ClientCertificate] for client
+	// certificates that are renewed on disk. Default: no TLS.
 	TLS *tls.Config
 
-	// SASL authenticates every connection. Its Start is called for each, so an
-	// implementation may hand out new credentials. Default: none.
-	SASL sasl.Mechanism
+	// SASL returns the mechanism, with its credentials, that authenticates one
+	// connection. It is called for each, from several goroutines, so credentials
+	// may change at any time:
+	//
+	//	SASL: func(context.Context) (sasl.Mechanism, error) {
+	//		return scram.Mechanism(scram.SHA512, user, currentPassword())
+	//	},
+	//
+	// It must return soon after ctx ends. What its error says goes into results
+	// and logs. Default: no authentication.
+	SASL func(ctx context.Context) (sasl.Mechanism, error)
 
 	// Dial opens connections. Default: a [net.Dialer].
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
@@ -212,6 +220,9 @@ func Open(ctx context.Context, brokers []string, cfg Config) (*Bus, error) {
 	defer cancel()
 	if _, err := b.link.metadata(ctx, nil); err != nil {
 		_ = b.Close()
+		if hungUp(err) && (cfg.TLS == nil || cfg.SASL == nil) {
+			err = fmt.Errorf("%w: the broker hung up, as one does that expects TLS or SASL", err)
+		}
 		return nil, fmt.Errorf("kafka: open: %w", err)
 	}
 	return b, nil

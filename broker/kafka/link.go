@@ -2,6 +2,7 @@ package kafka
 
 import (
 	"context"
+	"errors"
 	"net"
 	"sync"
 	"time"
@@ -34,33 +35,41 @@ func newLink(brokers []string, cfg Config) *link {
 	}
 	l.transport = &kafkago.Transport{
 		Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
-			c, err := cfg.Dial(ctx, network, address)
-			if err != nil {
-				return nil, err
-			}
-			return l.track(c, time.Now().Add(cfg.DialTimeout))
+			return l.dial(ctx, cfg, network, address)
 		},
 		DialTimeout: cfg.DialTimeout,
 		MetadataTTL: metadataTTL,
 		ClientID:    cfg.ClientID,
-		TLS:         cfg.TLS,
-		SASL:        cfg.SASL,
 		Context:     ctx,
 	}
 	return l
 }
 
-// A conn is a connection of a link. The transport takes the deadline away before
-// it authenticates; a stalled handshake would then last for ever. So the deadline
-// is never taken away: every request brings its own.
-type conn struct {
-	net.Conn
-	l    *link
-	open time.Time
+// dial opens a connection on which requests may be sent. ctx must have a deadline.
+func (l *link) dial(ctx context.Context, cfg Config, network, address string) (net.Conn, error) {
+	c, err := cfg.Dial(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	if c, err = l.track(c); err != nil {
+		return nil, err
+	}
+	entered, err := cfg.enter(ctx, c, address)
+	if err != nil {
+		_ = c.Close()
+		return nil, err
+	}
+	return entered, nil
 }
 
-func (l *link) track(c net.Conn, open time.Time) (net.Conn, error) {
-	tracked := &conn{Conn: c, l: l, open: open}
+// A conn is a connection of a link.
+type conn struct {
+	net.Conn
+	l *link
+}
+
+func (l *link) track(c net.Conn) (net.Conn, error) {
+	tracked := &conn{Conn: c, l: l}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
@@ -69,13 +78,6 @@ func (l *link) track(c net.Conn, open time.Time) (net.Conn, error) {
 	}
 	l.conns[tracked] = struct{}{}
 	return tracked, nil
-}
-
-func (c *conn) SetDeadline(t time.Time) error {
-	if t.IsZero() {
-		t = c.open
-	}
-	return c.Conn.SetDeadline(t)
 }
 
 func (c *conn) Close() error {
@@ -87,7 +89,20 @@ func (c *conn) Close() error {
 
 // send sends a request and waits for its answer. ctx must have a deadline.
 func (l *link) send(ctx context.Context, req protocol.Message) (protocol.Message, error) {
-	return l.transport.RoundTrip(ctx, l.addr, req)
+	m, err := l.transport.RoundTrip(ctx, l.addr, req)
+	if notRouted(err) {
+		// The transport says so too where no broker answered it, or let it in.
+		if _, why := l.metadata(ctx, []string{}); why != nil {
+			return nil, why
+		}
+	}
+	return m, err
+}
+
+// notRouted reports whether the transport found no broker for a request.
+func notRouted(err error) bool {
+	return errors.Is(err, protocol.ErrNoTopic) || errors.Is(err, protocol.ErrNoPartition) ||
+		errors.Is(err, protocol.ErrNoLeader) || errors.Is(err, kafkago.BrokerNotAvailable)
 }
 
 // metadata returns what is known of the topics; nil asks for all. A failure is

@@ -11,12 +11,11 @@ import (
 	"github.com/postroom/postroom/internal/throwaway"
 )
 
-// realRig is Apache Kafka.
-func realRig(t testing.TB) *rig {
+// startReal starts Apache Kafka, or fails.
+func startReal(t testing.TB, cfg throwaway.KafkaConfig) *throwaway.Kafka {
 	t.Helper()
-	k, err := throwaway.StartKafka(t.Context(), throwaway.KafkaConfig{
-		RequireReal: true, Settings: map[string]string{"message.max.bytes": "100000"},
-	})
+	cfg.RequireReal = true
+	k, err := throwaway.StartKafka(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -26,6 +25,13 @@ func realRig(t testing.TB) *rig {
 		}
 	})
 	t.Log(k.Source)
+	return k
+}
+
+// realRig is Apache Kafka whose messages are small.
+func realRig(t testing.TB) *rig {
+	t.Helper()
+	k := startReal(t, throwaway.KafkaConfig{Settings: map[string]string{"message.max.bytes": "100000"}})
 	return &rig{t: t, brokers: k.Brokers, admin: newClient(t, k.Brokers)}
 }
 
