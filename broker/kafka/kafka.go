@@ -26,7 +26,8 @@
 // A record whose size, headers included, exceeds the topic's max.message.bytes
 // is Refused alone and not sent. Where compression is on it is sent in a batch
 // of its own and the broker decides, since the limit holds for compressed
-// batches.
+// batches. So it does where this program may not read the limit, which takes the
+// permission to describe the topic's configuration.
 //
 // # On the wire
 //

@@ -33,7 +33,8 @@ type limit struct {
 }
 
 // get returns the limit of each topic. The topic's setting already holds what it
-// takes over from the broker.
+// takes over from the broker. Where it cannot be read, the broker shall decide
+// about everything that a request may hold.
 func (ls *limits) get(ctx context.Context, b *Bus, topics []string) map[string]int {
 	all := make(map[string]int, len(topics))
 	var unknown []string
@@ -52,7 +53,7 @@ func (ls *limits) get(ctx context.Context, b *Bus, topics []string) map[string]i
 	}
 	read, err := describe(ctx, b, unknown)
 	if err != nil && ctx.Err() == nil {
-		b.cfg.Logger.WarnContext(ctx, "kafka: max.message.bytes cannot be read, the default is taken", slog.Any("error", err))
+		b.cfg.Logger.WarnContext(ctx, "kafka: max.message.bytes cannot be read, the broker decides", slog.Any("error", err))
 	}
 	ls.mu.Lock()
 	defer ls.mu.Unlock()
@@ -62,7 +63,7 @@ func (ls *limits) get(ctx context.Context, b *Bus, topics []string) map[string]i
 	for _, topic := range unknown {
 		n := read[topic]
 		if n <= 0 {
-			n = defaultLimit
+			n = max(defaultLimit, b.cfg.RequestBytes)
 		}
 		all[topic] = n
 		if ctx.Err() == nil {

@@ -207,7 +207,7 @@ func (c *call) plan(topic string, indexes []int, t metadata.ResponseTopic, limit
 		}
 		n := size(m)
 		if n+batchOverhead > limit && (c.b.cfg.Compression == 0 || n > c.b.cfg.RequestBytes) {
-			c.fail(i, broker.Refused, "", fmt.Errorf("kafka: topic %q: the record takes up to %d bytes, max.message.bytes is %d: %w",
+			c.fail(i, broker.Refused, "", fmt.Errorf("kafka: topic %q: the record takes up to %d bytes, at most %d are taken: %w",
 				topic, n+batchOverhead, limit, kafkago.MessageSizeTooLarge))
 			continue
 		}
