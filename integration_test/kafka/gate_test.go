@@ -67,6 +67,15 @@ func (g *gate) cut() {
 	}
 }
 
+// deaden makes the connections that are open silent for ever. New ones work.
+func (g *gate) deaden() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for c := range g.conns {
+		c.dead.Store(true)
+	}
+}
+
 func (g *gate) open() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -83,10 +92,11 @@ type gated struct {
 	net.Conn
 	g    *gate
 	drop atomic.Bool
+	dead atomic.Bool
 }
 
 func (c *gated) Write(p []byte) (int, error) {
-	if c.g.silent() {
+	if c.dead.Load() || c.g.silent() {
 		return len(p), nil
 	}
 	// Size, then the api key: 0 is produce.

@@ -1,12 +1,16 @@
 package kafka_test
 
 import (
+	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	kafkago "github.com/segmentio/kafka-go"
 
+	"github.com/postroom/postroom/broker"
 	"github.com/postroom/postroom/broker/kafka"
 	"github.com/postroom/postroom/internal/throwaway"
 )
@@ -38,6 +42,26 @@ func realRig(t testing.TB) *rig {
 func TestConformanceApacheKafka(t *testing.T) {
 	t.Parallel()
 	conformance(t, realRig(t))
+}
+
+// A compacted topic takes no message without a key. Apache Kafka names those of a
+// batch; they are refused, and the others and another topic's are stored.
+func TestInvalidRecordsApacheKafka(t *testing.T) {
+	t.Parallel()
+	r := realRig(t)
+	r.topic("compacted", 1, "cleanup.policy", "compact")
+	r.topic("plain", 1)
+	b := r.open()
+	msgs := slices.Concat(messages("compacted", "a", 0, 0), messages("compacted", "", 1, 2), messages("compacted", "b", 0, 0),
+		messages("plain", "", 1, 1))
+	results := b.Publish(t.Context(), msgs)
+	wantOutcomes(t, results, broker.Stored, broker.Refused, broker.Refused, broker.Stored, broker.Stored)
+	if err := results[1].Err; !errors.Is(err, kafkago.InvalidRecord) || !strings.Contains(err.Error(), "[87]") {
+		t.Errorf("the error is %v, want the broker's code 87", err)
+	}
+	if got := recordIDs(r.read("compacted", 2)); !slices.Equal(got, []string{"a-0", "b-0"}) {
+		t.Errorf("the compacted topic holds %q", got)
+	}
 }
 
 // BenchmarkPublish compares with kafka-go's Writer on the same Apache Kafka.
