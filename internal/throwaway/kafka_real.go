@@ -276,7 +276,15 @@ func (r *realKafka) stop(ctx context.Context) error {
 }
 
 func (r *realKafka) kill(ctx context.Context) error { return r.process.end(ctx, syscall.SIGKILL) }
-func (r *realKafka) close() error                   { return r.guard.Close() }
+
+// close waits until nothing of this program looks after the process any more.
+func (r *realKafka) close() error {
+	err := r.guard.Close()
+	if r.process != nil {
+		<-r.process.done
+	}
+	return err
+}
 
 // pause returns when all of the server's threads have stopped: a busy machine
 // lets them answer for a moment after the signal.
