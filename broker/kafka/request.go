@@ -1,14 +1,17 @@
 package kafka
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	kafkago "github.com/segmentio/kafka-go"
 	"github.com/segmentio/kafka-go/protocol"
 	"github.com/segmentio/kafka-go/protocol/produce"
+	"github.com/segmentio/kafka-go/protocol/rawproduce"
 
 	"github.com/postroom/postroom/broker"
 )
@@ -20,32 +23,19 @@ const (
 	sendAnew                // the first batch goes out again, to the leader of then
 )
 
-// request sends the first batch of each lane and settles it. A request is made
-// for one attempt: the transport may still read it afterwards.
+// writers holds buffers that are as large as requests are.
+var writers = sync.Pool{New: func() any { return new(writer) }}
+
+// request sends the first batch of each lane and settles it.
 func (c *call) request(ctx context.Context, lanes []*lane) map[*lane]verdict {
 	ctx, cancel := context.WithTimeout(ctx, c.b.cfg.PublishTimeout)
 	defer cancel()
-	at := time.Now()
-	req := &produce.Request{Acks: -1, Timeout: timeout(ctx)}
-	topics := make(map[string]int)
-	var readers []*records
-	for _, l := range lanes {
-		t, ok := topics[l.topic]
-		if !ok {
-			t = len(req.Topics)
-			topics[l.topic] = t
-			req.Topics = append(req.Topics, produce.RequestTopic{Topic: l.topic})
-		}
-		r := &records{msgs: c.msgs, batch: l.batches[0], at: at}
-		readers = append(readers, r)
-		req.Topics[t].Partitions = append(req.Topics[t].Partitions, produce.RequestPartition{
-			Partition: int32(l.partition),
-			RecordSet: protocol.RecordSet{Attributes: protocol.Attributes(c.b.cfg.Compression), Records: r},
-		})
-	}
-	m, err := c.b.link.send(ctx, req)
-	for _, r := range readers {
-		r.stop()
+	w := writers.Get().(*writer)
+	m, err := c.send(ctx, w, lanes)
+	if err == nil {
+		// Without an answer the transport may still read the buffer.
+		w.buf = w.buf[:0]
+		writers.Put(w)
 	}
 	verdicts := make(map[*lane]verdict, len(lanes))
 	if err != nil {
@@ -76,6 +66,36 @@ func (c *call) request(ctx context.Context, lanes []*lane) map[*lane]verdict {
 		}
 	}
 	return verdicts
+}
+
+// send sends the first batch of each lane in one request, which is made for one
+// attempt: the transport may still read it afterwards.
+func (c *call) send(ctx context.Context, w *writer, lanes []*lane) (protocol.Message, error) {
+	at := time.Now()
+	ends := make([]int, len(lanes))
+	for i, l := range lanes {
+		if err := w.batch(c.msgs, l.batches[0], at, c.b.cfg.Compression); err != nil {
+			return nil, err
+		}
+		ends[i] = len(w.buf)
+	}
+	req := &rawproduce.Request{Acks: -1, Timeout: timeout(ctx)}
+	topics := make(map[string]int)
+	start := 0
+	for i, l := range lanes {
+		t, ok := topics[l.topic]
+		if !ok {
+			t = len(req.Topics)
+			topics[l.topic] = t
+			req.Topics = append(req.Topics, rawproduce.RequestTopic{Topic: l.topic})
+		}
+		req.Topics[t].Partitions = append(req.Topics[t].Partitions, rawproduce.RequestPartition{
+			Partition: int32(l.partition),
+			RecordSet: protocol.RawRecordSet{Reader: bytes.NewReader(w.buf[start:ends[i]])},
+		})
+		start = ends[i]
+	}
+	return c.b.link.send(ctx, req)
 }
 
 // lostAnswer settles a batch whose answer did not come.
