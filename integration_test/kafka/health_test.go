@@ -25,8 +25,8 @@ import (
 // health, sets no message aside, and goes on when they are.
 func TestB63HealthShowsAuthentication(t *testing.T) {
 	t.Parallel()
-	s := newSecured(t, nil)
-	s.topic("t", 3)
+	s := newSecured(t)
+	s.topic("health", 3)
 	pool := newDatabase(t)
 	var current atomic.Value
 	current.Store(password)
@@ -55,12 +55,12 @@ func TestB63HealthShowsAuthentication(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	write(messages("t", "k", 0, 9))
-	s.read("t", 10)
+	write(messages("health", "k", 0, 9))
+	s.read("health", 10)
 
 	current.Store(wrong)
 	gate.cut()
-	write(messages("t", "k", 10, 19))
+	write(messages("health", "k", 10, 19))
 	until(t, "Health shows what is wrong", func() bool {
 		err := d.Health()
 		return err != nil && strings.Contains(err.Error(), "SASL: PLAIN: [58]") && !strings.Contains(err.Error(), wrong)
@@ -70,7 +70,7 @@ func TestB63HealthShowsAuthentication(t *testing.T) {
 		t.Errorf("%d messages are refused (%v)", parked, err)
 	}
 	current.Store(password)
-	if got := firstArrivals(recordIDs(s.read("t", 20))); len(got) != 20 || got[19] != "k-19" {
+	if got := firstArrivals(recordIDs(s.read("health", 20))); len(got) != 20 || got[19] != "k-19" {
 		t.Errorf("first arrivals are %q", got)
 	}
 	until(t, "Health is well again", func() bool { return d.Health() == nil })

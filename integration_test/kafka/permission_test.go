@@ -17,14 +17,10 @@ import (
 // is no message's fault, and is stored when it may.
 func TestB49WithoutPermission(t *testing.T) {
 	t.Parallel()
-	s := newSecured(t, map[string]string{
-		"authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-		"super.users":           "User:ANONYMOUS",
-		"message.max.bytes":     "3000000",
-	})
-	allow := func(topic string, operations ...kadm.ACLOperation) {
+	s := newSecured(t)
+	allow := func(who, topic string, operations ...kadm.ACLOperation) {
 		t.Helper()
-		acls := kadm.NewACLs().Topics(topic).Operations(operations...).Allow("User:alice").AllowHosts("*").ResourcePatternType(kadm.ACLPatternLiteral)
+		acls := kadm.NewACLs().Topics(topic).Operations(operations...).Allow("User:" + who).AllowHosts("*").ResourcePatternType(kadm.ACLPatternLiteral)
 		res, err := kadm.NewClient(s.admin).CreateACLs(t.Context(), acls)
 		for _, r := range res {
 			err = errors.Join(err, r.Err)
@@ -36,8 +32,9 @@ func TestB49WithoutPermission(t *testing.T) {
 	for _, topic := range []string{"good", "seen", "hidden"} {
 		s.topic(topic, 3)
 	}
-	allow("good", kadm.OpWrite, kadm.OpDescribe)
-	allow("seen", kadm.OpDescribe)
+	allow("alice", "good", kadm.OpWrite, kadm.OpDescribe)
+	allow("alice", "seen", kadm.OpDescribe)
+	allow("bob", "hidden", kadm.OpAll)
 	c := config()
 	c.SASL = scrambled(scram.SHA512, password)
 	b, err := kafka.Open(t.Context(), s.kafka.SASLBrokers, c)
@@ -63,8 +60,8 @@ func TestB49WithoutPermission(t *testing.T) {
 	if r := results[4]; r.Scope != "hidden" || r.Err == nil {
 		t.Errorf("scope %q, error %v, want the topic", r.Scope, r.Err)
 	}
-	allow("seen", kadm.OpWrite)
-	allow("hidden", kadm.OpWrite, kadm.OpDescribe)
+	allow("alice", "seen", kadm.OpWrite)
+	allow("alice", "hidden", kadm.OpWrite, kadm.OpDescribe)
 	until(t, "what is permitted now is stored", func() bool {
 		for _, r := range b.Publish(t.Context(), msgs[2:]) {
 			if r.Outcome != broker.Stored {

@@ -2,16 +2,13 @@ package kafka_test
 
 import (
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	kafkago "github.com/segmentio/kafka-go"
 
 	"github.com/postroom/postroom/broker"
-	"github.com/postroom/postroom/broker/kafka"
 	"github.com/postroom/postroom/internal/throwaway"
 )
 
@@ -61,46 +58,5 @@ func TestInvalidRecordsApacheKafka(t *testing.T) {
 	}
 	if got := recordIDs(r.read("compacted", 2)); !slices.Equal(got, []string{"a-0", "b-0"}) {
 		t.Errorf("the compacted topic holds %q", got)
-	}
-}
-
-// BenchmarkPublish compares with kafka-go's Writer on the same Apache Kafka.
-func BenchmarkPublish(b *testing.B) {
-	r := realRig(b)
-	r.topic("t", 4)
-	bus := r.open(func(c *kafka.Config) { c.BatchBytes = 90_000 })
-	transport := &kafkago.Transport{}
-	defer transport.CloseIdleConnections()
-	for _, n := range []int{100, 1000} {
-		msgs := messages("t", "", 1, n)
-		records := make([]kafkago.Message, n)
-		for i := range msgs {
-			msgs[i].Key, msgs[i].Payload = fmt.Sprint("key", i%50), make([]byte, 100)
-			records[i] = kafkago.Message{
-				Key: []byte(msgs[i].Key), Value: msgs[i].Payload,
-				Headers: []kafkago.Header{{Key: "postroom-id", Value: []byte(msgs[i].ID)}},
-			}
-		}
-		b.Run(fmt.Sprintf("postroom/%d", n), func(b *testing.B) {
-			for b.Loop() {
-				store(b, bus, msgs...)
-			}
-			b.ReportMetric(float64(b.N*n)/b.Elapsed().Seconds(), "messages/s")
-		})
-		w := &kafkago.Writer{
-			Addr: kafkago.TCP(r.brokers...), Topic: "t", Transport: transport, Balancer: kafkago.Murmur2Balancer{},
-			BatchTimeout: time.Millisecond, BatchBytes: 90_000, BatchSize: 1000, RequiredAcks: kafkago.RequireAll,
-		}
-		b.Run(fmt.Sprintf("writer/%d", n), func(b *testing.B) {
-			for b.Loop() {
-				if err := w.WriteMessages(b.Context(), records...); err != nil {
-					b.Fatal(err)
-				}
-			}
-			b.ReportMetric(float64(b.N*n)/b.Elapsed().Seconds(), "messages/s")
-		})
-		if err := w.Close(); err != nil {
-			b.Fatal(err)
-		}
 	}
 }
