@@ -26,6 +26,7 @@ fmt: ## format
 bench: ## benchmarks, each beside a hand-written loop of the same run
 	go test -run '^$$' -bench . -benchtime=1x ./dispatcher ./integration_test/bench
 	go test -run '^$$' -bench . ./outbox ./inbox
+	go test -run '^$$' -bench . -benchtime=100x ./integration_test/kafka
 
 tidy: ## go.mod of every module
 	for m in $(MODULES); do (cd $$m && GOWORK=off go mod tidy) || exit 1; done

@@ -1,5 +1,11 @@
 // Package kafka_test runs the Kafka adapter against Apache Kafka, and for faults
 // against a cluster in this process that answers single requests with chosen errors.
+//
+// Which tests need Apache Kafka stands in needReal. They fail where it cannot be
+// had, which takes a JDK and, at the first run, Maven. All others need nothing.
+//
+// -fault says how long stalls, outages and idle times last: a second as a rule,
+// "-fault 5m" for what only time brings about.
 package kafka_test
 
 import (

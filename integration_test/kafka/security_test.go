@@ -79,6 +79,7 @@ const session = 700 * time.Millisecond
 
 func newSecured(t testing.TB) *secured {
 	t.Helper()
+	mustBeListed(t)
 	s, err := sharedSecured()
 	if err != nil {
 		t.Fatal(err)
