@@ -53,9 +53,16 @@ func contentsReadByOthers(t *testing.T, r *rig, java *throwaway.Java) {
 		{Key: "\x00\x80\xff", Payload: bytes.Repeat([]byte{0xab}, 70_000)},
 		{Key: "timed", Time: written, Operation: "an operation"},
 		{Key: "headers", Headers: []postroom.Header{
-			{Name: "b", Value: []byte("1")}, {Name: "a", Value: []byte("2")}, {Name: "b", Value: []byte("3")}, {Name: "B", Value: []byte("4")},
-			{Name: "null"}, {Name: "empty", Value: []byte{}}, {Name: "binary", Value: []byte{0, 0xff, '\n'}},
-			{Name: "größe", Value: []byte("ü")}, {Name: "", Value: []byte("no name")}, {Name: "long", Value: make([]byte, 10_000)},
+			{Name: "b", Value: []byte("1")},
+			{Name: "a", Value: []byte("2")},
+			{Name: "b", Value: []byte("3")},
+			{Name: "B", Value: []byte("4")},
+			{Name: "null"},
+			{Name: "empty", Value: []byte{}},
+			{Name: "binary", Value: []byte{0, 0xff, '\n'}},
+			{Name: "größe", Value: []byte("ü")},
+			{Name: "", Value: []byte("no name")},
+			{Name: "long", Value: make([]byte, 10_000)},
 		}},
 	}
 	for _, k := range []kafkago.Compression{0, kafkago.Gzip, kafkago.Snappy, kafkago.Lz4, kafkago.Zstd} {

@@ -18,9 +18,8 @@ import (
 func TestB49WithoutPermission(t *testing.T) {
 	t.Parallel()
 	s := newSecured(t)
-	allow := func(who, topic string, operations ...kadm.ACLOperation) {
+	grant := func(acls *kadm.ACLBuilder) {
 		t.Helper()
-		acls := kadm.NewACLs().Topics(topic).Operations(operations...).Allow("User:" + who).AllowHosts("*").ResourcePatternType(kadm.ACLPatternLiteral)
 		res, err := kadm.NewClient(s.admin).CreateACLs(t.Context(), acls)
 		for _, r := range res {
 			err = errors.Join(err, r.Err)
@@ -29,6 +28,12 @@ func TestB49WithoutPermission(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	allow := func(who, topic string, operations ...kadm.ACLOperation) {
+		t.Helper()
+		grant(kadm.NewACLs().Topics(topic).Operations(operations...).Allow("User:" + who).AllowHosts("*").ResourcePatternType(kadm.ACLPatternLiteral))
+	}
+	// What is granted to one on the cluster is denied to the others.
+	grant(kadm.NewACLs().Clusters().Operations(kadm.OpCreate).Allow("User:nobody").AllowHosts("*").ResourcePatternType(kadm.ACLPatternLiteral))
 	for _, topic := range []string{"good", "seen", "hidden"} {
 		s.topic(topic, 3)
 	}
