@@ -9,6 +9,7 @@ import (
 	"time"
 
 	kafkago "github.com/segmentio/kafka-go"
+	"github.com/segmentio/kafka-go/protocol"
 	"github.com/segmentio/kafka-go/protocol/fetch"
 	"github.com/segmentio/kafka-go/protocol/metadata"
 )
@@ -163,17 +164,14 @@ const coordinator = -1
 // do sends a poll and gives its partitions what came. It returns when it is
 // answered.
 func (f *feed) do(ctx context.Context, q *poll) {
-	ctx, cancel := context.WithTimeout(ctx, pollWait+f.b.cfg.SessionTimeout/2)
-	defer cancel()
 	if q.leader == coordinator {
 		f.locate(ctx, q)
 		return
 	}
 	res, err := f.request(ctx, q)
 	if err != nil {
-		err = cause(ctx, err)
 		f.b.link.reset()
-		f.refresh(context.WithoutCancel(ctx))
+		f.refresh(ctx)
 	}
 	answers := make(map[int32]*fetch.ResponsePartition, len(q.places))
 	if err == nil {
@@ -202,7 +200,7 @@ func (f *feed) do(ctx context.Context, q *poll) {
 		}
 	}
 	if moved {
-		f.refresh(context.WithoutCancel(ctx))
+		f.refresh(ctx)
 	}
 }
 
@@ -226,7 +224,7 @@ func (f *feed) request(ctx context.Context, q *poll) (*fetch.Response, error) {
 			CurrentLeaderEpoch: noEpoch, LogStartOffset: -1,
 		})
 	}
-	m, err := f.b.link.send(ctx, req)
+	m, err := f.send(ctx, req)
 	if err != nil {
 		return nil, err
 	}
@@ -235,6 +233,17 @@ func (f *feed) request(ctx context.Context, q *poll) (*fetch.Response, error) {
 		return nil, kafkago.Error(res.ErrorCode)
 	}
 	return res, nil
+}
+
+// send sends a request whose answer takes no longer than that of a poll.
+func (f *feed) send(ctx context.Context, req protocol.Message) (protocol.Message, error) {
+	ctx, cancel := context.WithTimeout(ctx, pollWait+f.b.cfg.SessionTimeout/2)
+	defer cancel()
+	m, err := f.b.link.send(ctx, req)
+	if err != nil {
+		return nil, cause(ctx, err)
+	}
+	return m, nil
 }
 
 // maxFetchBytes bounds one answer, before decompression.

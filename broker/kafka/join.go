@@ -23,17 +23,6 @@ const (
 // join becomes a member of the group's next generation and takes over the
 // partitions that are given to it.
 func (m *member) join(ctx context.Context) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stop := make(chan struct{})
-	defer close(stop)
-	go func() {
-		select {
-		case <-m.f.over:
-			cancel() // the coordinator answers when all others have joined
-		case <-stop:
-		}
-	}()
 	group, err := m.ask(ctx)
 	if err != nil {
 		return fmt.Errorf("join the group: %w", err)
@@ -128,11 +117,9 @@ func (m *member) joinAs(ctx context.Context) (*kafkago.JoinGroupResponse, error)
 // divide gives the partitions of all topics to the members, as the group's leader.
 func (m *member) divide(ctx context.Context, members []kafkago.JoinGroupResponseMember) ([]kafkago.SyncGroupRequestAssignment, error) {
 	m.f.refresh(ctx) // to see partitions that are new
-	mctx, cancel := context.WithTimeout(ctx, m.f.b.cfg.DialTimeout)
-	defer cancel()
-	layout, err := m.f.b.link.metadata(mctx, nil)
+	layout, err := m.f.metadata(ctx, nil)
 	if err != nil {
-		return nil, fmt.Errorf("ask for the cluster's layout: %w", cause(mctx, err))
+		return nil, err
 	}
 	counts := partitionCounts(layout)
 	shares := make(map[string]map[string][]int, len(members))

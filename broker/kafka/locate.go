@@ -27,7 +27,7 @@ func (f *feed) locate(ctx context.Context, q *poll) {
 		for _, at := range ask {
 			switch o, ok := offsets[at.p.index]; {
 			case err != nil:
-				f.failed(at, fmt.Errorf("ask for the group's offset: %w", cause(ctx, err)))
+				f.failed(at, fmt.Errorf("ask for the group's offset: %w", err))
 			case ok && o >= 0:
 				f.begin(at, o, o)
 			default:
@@ -42,7 +42,7 @@ func (f *feed) locate(ctx context.Context, q *poll) {
 	for _, at := range first {
 		switch o, ok := offsets[at.p.index]; {
 		case err != nil:
-			f.failed(at, fmt.Errorf("ask for the first offset: %w", cause(ctx, err)))
+			f.failed(at, fmt.Errorf("ask for the first offset: %w", err))
 		case !ok:
 			f.failed(at, fmt.Errorf("ask for the first offset: %w", kafkago.LeaderNotAvailable))
 		default:
@@ -72,7 +72,7 @@ func (f *feed) committed(ctx context.Context, places []place) (map[int32]int64, 
 	for _, at := range places {
 		req.Topics[0].PartitionIndexes = append(req.Topics[0].PartitionIndexes, at.p.index)
 	}
-	m, err := f.b.link.send(ctx, req)
+	m, err := f.send(ctx, req)
 	if err != nil {
 		f.b.link.reset()
 		return nil, err
@@ -104,7 +104,7 @@ func (f *feed) firstOffsets(ctx context.Context, places []place) (map[int32]int6
 			Partition: at.p.index, CurrentLeaderEpoch: noEpoch, Timestamp: earliest,
 		})
 	}
-	m, err := f.b.link.send(ctx, req)
+	m, err := f.send(ctx, req)
 	if err != nil {
 		f.b.link.reset()
 		return nil, err
@@ -121,7 +121,7 @@ func (f *feed) firstOffsets(ctx context.Context, places []place) (map[int32]int6
 		}
 	}
 	if stale {
-		f.refresh(context.WithoutCancel(ctx))
+		f.refresh(ctx)
 	}
 	return offsets, nil
 }

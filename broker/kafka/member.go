@@ -50,12 +50,21 @@ func newMember(f *feed) *member {
 
 // run keeps the membership until the feed is over, and then leaves the group.
 func (m *member) run(ctx context.Context) error {
+	life, cancel := context.WithCancel(ctx)
+	defer cancel()
+	go func() {
+		select {
+		case <-m.f.over:
+			cancel() // nothing that is being asked matters any more
+		case <-life.Done():
+		}
+	}()
 	pause := newPause()
 	for {
-		err := m.join(ctx)
+		err := m.join(life)
 		if err == nil {
 			pause.Reset()
-			err = m.hold(ctx)
+			err = m.hold(life)
 		}
 		switch {
 		case ctx.Err() != nil:
@@ -105,8 +114,6 @@ func (m *member) hold(ctx context.Context) error {
 	for {
 		var err error
 		select {
-		case <-m.f.over:
-			return m.commit(ctx)
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		case <-m.f.dirty:
@@ -193,9 +200,9 @@ func (m *member) send(ctx context.Context, req protocol.Message) (protocol.Messa
 // watch ends the generation when a partition was added to a topic, or this
 // member's topic is gone. Of several members, the leader looks for partitions.
 func (m *member) watch(ctx context.Context) error {
-	layout, err := m.f.b.link.metadata(ctx, nil)
+	layout, err := m.f.metadata(ctx, nil)
 	if err != nil {
-		return fmt.Errorf("ask for the cluster's layout: %w", err)
+		return err
 	}
 	counts := partitionCounts(layout)
 	if counts[m.f.s.Topic] == 0 {
@@ -272,12 +279,16 @@ func (m *member) commit(ctx context.Context) error {
 	return err
 }
 
-// leave tells the group that this member is gone. Where that fails, the group
-// notices by itself.
+// leave commits what is settled and tells the group that this member is gone. Where
+// that cannot be said at once, the group notices by itself.
 func (m *member) leave(ctx context.Context) {
-	if m.id != "" {
-		_, _ = m.send(ctx, &leavegroup.Request{
-			GroupID: m.f.s.Group, Members: []leavegroup.RequestMember{{MemberID: m.id}},
-		})
+	if m.id == "" {
+		return
 	}
+	ctx, cancel := context.WithTimeout(ctx, m.f.b.cfg.SessionTimeout/4)
+	defer cancel()
+	_ = m.commit(ctx)
+	_, _ = m.send(ctx, &leavegroup.Request{
+		GroupID: m.f.s.Group, Members: []leavegroup.RequestMember{{MemberID: m.id}},
+	})
 }

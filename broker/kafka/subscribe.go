@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -192,17 +191,22 @@ func (f *feed) topicAtStart(ctx context.Context) error {
 
 // topic returns what is known of the topic.
 func (f *feed) topic(ctx context.Context) (metadata.ResponseTopic, error) {
+	m, err := f.metadata(ctx, []string{f.s.Topic})
+	if err != nil {
+		return metadata.ResponseTopic{}, err
+	}
+	return m.Topics[0], nil
+}
+
+// metadata returns what is known of the topics; nil asks for all.
+func (f *feed) metadata(ctx context.Context, topics []string) (*metadata.Response, error) {
 	ctx, cancel := context.WithTimeout(ctx, f.b.cfg.DialTimeout)
 	defer cancel()
-	m, err := f.b.link.metadata(ctx, []string{f.s.Topic})
+	m, err := f.b.link.metadata(ctx, topics)
 	if err != nil {
-		return metadata.ResponseTopic{}, fmt.Errorf("ask for the cluster's layout: %w", cause(ctx, err))
+		return nil, fmt.Errorf("ask for the cluster's layout: %w", cause(ctx, err))
 	}
-	i := slices.IndexFunc(m.Topics, func(t metadata.ResponseTopic) bool { return t.Name == f.s.Topic })
-	if i < 0 {
-		return metadata.ResponseTopic{ErrorCode: int16(kafkago.UnknownTopicOrPartition)}, nil
-	}
-	return m.Topics[i], nil
+	return m, nil
 }
 
 // refresh has the cluster's layout read anew.

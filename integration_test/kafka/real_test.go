@@ -1,9 +1,11 @@
 package kafka_test
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	kafkago "github.com/segmentio/kafka-go"
@@ -14,20 +16,26 @@ import (
 
 // needReal lists what runs on Apache Kafka, by the reason: nobody else starts it.
 var needReal = map[string]string{
-	"TestConformanceApacheKafka":       "the promises, on the newest line",
-	"TestConformanceOlderKafka":        "the promises, on the oldest line that we try",
-	"TestInvalidRecordsApacheKafka":    "which records the broker names",
-	"TestB53ApacheKafkaGoesAway":       "kills, restarts and pauses of a process",
-	"TestInteroperability":             "Java's client",
-	"TestSecureListeners":              "TLS and SASL as the broker speaks them",
-	"TestStalledHandshake":             "the same",
-	"TestB63PasswordRotates":           "the same",
-	"TestB63SessionsEnd":               "the same",
-	"TestB63CertificateRenewed":        "the same",
-	"TestB63HealthShowsAuthentication": "the same, and PostgreSQL",
-	"TestB49WithoutPermission":         "permissions",
-	"TestDocumentedCodeWorks":          "what docs/kafka.md shows",
-	"BenchmarkPublish":                 "figures",
+	"TestConformanceApacheKafka":            "the promises, on the newest line",
+	"TestConformanceOlderKafka":             "the promises, on the oldest line that we try",
+	"TestInvalidRecordsApacheKafka":         "which records the broker names",
+	"TestB53ApacheKafkaGoesAway":            "kills, restarts and pauses of a process",
+	"TestB55NoCommitBeyondTheSettledPrefix": "offsets of a group as the broker keeps them",
+	"TestB56ReadingCommitsNothing":          "the same",
+	"TestB58SubscribeEnds":                  "the same",
+	"TestB60NoMessageIsPassedOver":          "partitions that are added, logs that are cut",
+	"TestB62B96ReadsWhatIsThere":            "records as the broker keeps them",
+	"TestB95OnlyCommittedIsRead":            "transactions",
+	"TestInteroperability":                  "Java's client",
+	"TestSecureListeners":                   "TLS and SASL as the broker speaks them",
+	"TestStalledHandshake":                  "the same",
+	"TestB63PasswordRotates":                "the same",
+	"TestB63SessionsEnd":                    "the same",
+	"TestB63CertificateRenewed":             "the same",
+	"TestB63HealthShowsAuthentication":      "the same, and PostgreSQL",
+	"TestB49WithoutPermission":              "permissions",
+	"TestDocumentedCodeWorks":               "what docs/kafka.md shows",
+	"BenchmarkPublish":                      "figures",
 }
 
 // mustBeListed fails a test that starts Apache Kafka and is not listed.
@@ -68,6 +76,28 @@ func realRigOf(t testing.TB, line string) *rig {
 	t.Helper()
 	k := startReal(t, throwaway.KafkaConfig{Version: line, Settings: map[string]string{"message.max.bytes": "100000"}})
 	return &rig{t: t, brokers: k.Brokers, admin: newClient(t, k.Brokers)}
+}
+
+// shared is an Apache Kafka for tests that only use topics of their own.
+var shared struct {
+	once  sync.Once
+	kafka *throwaway.Kafka
+	err   error
+}
+
+func sharedRig(t testing.TB) *rig {
+	t.Helper()
+	mustBeListed(t)
+	shared.once.Do(func() {
+		shared.kafka, shared.err = throwaway.StartKafka(context.Background(), throwaway.KafkaConfig{RequireReal: true})
+		if shared.err == nil {
+			atEnd = append(atEnd, shared.kafka.Close)
+		}
+	})
+	if shared.err != nil {
+		t.Fatal(shared.err)
+	}
+	return &rig{t: t, brokers: shared.kafka.Brokers, admin: newClient(t, shared.kafka.Brokers)}
 }
 
 func TestConformanceApacheKafka(t *testing.T) {
