@@ -1,5 +1,5 @@
 # The commands of this repository. Everything a target needs it fetches itself.
-MODULES := . examples integration_test internal/throwaway
+MODULES := . broker/franz examples integration_test internal/throwaway
 ALL     := github.com/postroom/postroom/...
 LINT    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 

@@ -6,6 +6,7 @@ require (
 	github.com/jackc/pgx/v5 v5.13.0
 	github.com/nats-io/nats.go v1.55.0
 	github.com/postroom/postroom v0.0.0
+	github.com/postroom/postroom/broker/franz v0.0.0
 	github.com/postroom/postroom/internal/throwaway v0.0.0
 	github.com/segmentio/kafka-go v0.4.51
 	github.com/twmb/franz-go v1.22.3
@@ -47,5 +48,6 @@ require (
 
 replace (
 	github.com/postroom/postroom => ../
+	github.com/postroom/postroom/broker/franz => ../broker/franz
 	github.com/postroom/postroom/internal/throwaway => ../internal/throwaway
 )
