@@ -57,8 +57,8 @@ func (d *delivery) settle(ctx context.Context, how func()) error {
 	}
 	d.settled = true
 	d.m.out--
-	d.p.out--
 	how()
+	d.p.settled()
 	d.m.wake()
 	return nil
 }

@@ -22,18 +22,27 @@ const (
 
 // poll fetches until ctx ends, or something is wrong that a new stay may cure.
 func (m *member) poll(ctx context.Context) error {
-	for {
+	for ctx.Err() == nil {
 		m.waitForRoom(ctx)
-		fetches := m.client.PollFetches(ctx)
-		var err error
-		if ctx.Err() == nil {
-			err = m.receive(fetches)
-		}
-		m.client.AllowRebalance() // what was fetched has found its partition
-		if err != nil || ctx.Err() != nil {
+		if err := m.pollOnce(ctx); err != nil {
 			return err
 		}
 	}
+	return nil
+}
+
+func (m *member) pollOnce(ctx context.Context) error {
+	m.polling.Lock()
+	defer m.polling.Unlock()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	m.mu.Lock()
+	m.interrupt = cancel
+	if m.assigning > 0 {
+		cancel()
+	}
+	m.mu.Unlock()
+	return m.receive(ctx, m.client.PollFetches(ctx))
 }
 
 // waitForRoom waits until few fetched messages are left. Those of partitions that
@@ -88,9 +97,10 @@ func (m *member) resume(ids ...int32) {
 }
 
 // receive gives what was fetched to its partitions.
-func (m *member) receive(fetches kgo.Fetches) (err error) {
+func (m *member) receive(ctx context.Context, fetches kgo.Fetches) (err error) {
 	fetches.EachError(func(_ string, _ int32, e error) {
 		switch {
+		case errors.Is(e, context.Canceled) && ctx.Err() != nil:
 		case errors.Is(e, kerr.UnknownTopicID), errors.Is(e, kerr.UnknownTopicOrPartition), denied(e):
 			err = e
 		default:
@@ -105,7 +115,7 @@ func (m *member) receive(fetches kgo.Fetches) (err error) {
 	some := false
 	fetches.EachPartition(func(f kgo.FetchTopicPartition) {
 		p := m.partitions[f.Partition]
-		if p == nil || len(f.Records) == 0 {
+		if p == nil || p.idle != nil || len(f.Records) == 0 {
 			return
 		}
 		if first := f.Records[0].Offset; p.next >= 0 && p.next < f.LogStartOffset && p.next < first {
@@ -118,7 +128,7 @@ func (m *member) receive(fetches kgo.Fetches) (err error) {
 	})
 	m.mu.Unlock()
 	for _, e := range removed {
-		m.b.cfg.Logger.Warn("franz: messages were removed before they were delivered", slog.Any("error", e))
+		m.b.cfg.Logger.WarnContext(ctx, "franz: messages were removed before they were delivered", slog.Any("error", e))
 		m.trouble.report(e)
 	}
 	if some {

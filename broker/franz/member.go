@@ -43,6 +43,10 @@ type member struct {
 
 	committing sync.Mutex // held from looking what to commit until it is
 
+	polling   sync.Mutex // held from before a fetch is taken until it is received
+	interrupt func()     // ends waiting for a fetch; guarded by mu
+	assigning int        // calls of assigned that wait for polling; guarded by mu
+
 	mu         sync.Mutex
 	partitions map[int32]*partition
 	restarted  map[int32]bool // partitions that were read from the start for fromStart
@@ -52,7 +56,7 @@ type member struct {
 func (b *Bus) member(s broker.Subscription, deliver func(broker.Delivery), t *trouble) *member {
 	return &member{
 		b: b, s: s, deliver: deliver, trouble: t,
-		partitions: make(map[int32]*partition), restarted: make(map[int32]bool),
+		interrupt: func() {}, partitions: make(map[int32]*partition), restarted: make(map[int32]bool),
 		news: make(chan struct{}, 1), room: make(chan struct{}, 1), settle: make(chan struct{}, 1),
 	}
 }
@@ -105,17 +109,25 @@ func (m *member) options() []kgo.Opt {
 		kgo.FetchMaxBytes(bytes),
 		kgo.FetchMaxPartitionBytes(bytes / 2),
 		kgo.FetchMaxWait(fetchWait),
-		kgo.BlockRebalanceOnPoll(),
+		kgo.RebalanceTimeout(m.b.cfg.SessionTimeout + 2*commitTimeout),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
 	}
 }
 
-// assigned is called before offsets are fetched.
+// assigned is called before the partitions are fetched. What was fetched of them
+// in an earlier stay and is still on its way must not be taken for theirs.
 func (m *member) assigned(_ context.Context, _ *kgo.Client, added map[string][]int32) {
 	m.mu.Lock()
+	m.assigning++
+	m.interrupt()
+	m.mu.Unlock()
+	m.polling.Lock()
+	defer m.polling.Unlock()
+	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.assigning--
 	for _, id := range added[m.s.Topic] {
 		m.partitions[id] = newPartition(id)
 	}
@@ -136,14 +148,39 @@ func (m *member) begin(_ context.Context, offsets map[string]map[int32]kgo.Offse
 	return offsets, nil
 }
 
-// revoked is called before others may have the partitions.
+// revoked is called before others may have the partitions. What is out may be
+// settled first, while the member's session lasts without it.
 func (m *member) revoked(ctx context.Context, _ *kgo.Client, gone map[string][]int32) {
+	timer := time.NewTimer(m.b.cfg.SessionTimeout)
+	defer timer.Stop()
+	for _, idle := range m.retire(gone[m.s.Topic]) {
+		select {
+		case <-idle:
+		case <-timer.C:
+			timer.Reset(0) // for the others too
+		case <-m.b.closing:
+		}
+	}
 	lost := m.lose(gone[m.s.Topic])
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	if err := m.commit(ctx, lost); err != nil {
 		m.trouble.report(err)
 	}
+}
+
+// retire delivers no more of the partitions. What it returns is closed when
+// nothing of them is out.
+func (m *member) retire(ids []int32) (idle []<-chan struct{}) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, id := range ids {
+		if p := m.partitions[id]; p != nil {
+			p.retire()
+			idle = append(idle, p.idle)
+		}
+	}
+	return idle
 }
 
 // lost is called when others may have the partitions already.
@@ -193,7 +230,7 @@ func (m *member) leave(commit bool) {
 		m.committing.Unlock()
 	}
 	_ = m.client.LeaveGroupContext(ctx) // the brokers notice without it
-	m.client.CloseAllowingRebalance()
+	m.client.Close()
 }
 
 // wake has deliveries, commits and whoever waits for an end look again.

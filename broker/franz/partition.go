@@ -17,6 +17,7 @@ type partition struct {
 	id     int32
 	lost   chan struct{}
 	isLost bool
+	idle   chan struct{} // closed when it is to be given away and nothing is out; nil: it is not
 
 	queue  []*kgo.Record // fetched and not delivered
 	paused bool          // nothing is fetched
@@ -58,6 +59,22 @@ func (p *partition) lose() {
 	p.queue, p.retries = nil, nil
 }
 
+// retire has nothing more delivered.
+func (p *partition) retire() {
+	p.queue, p.retries = nil, nil
+	p.idle = make(chan struct{})
+	if p.out == 0 {
+		close(p.idle)
+	}
+}
+
+// settled counts a delivery that was settled.
+func (p *partition) settled() {
+	if p.out--; p.out == 0 && p.idle != nil {
+		close(p.idle)
+	}
+}
+
 // add appends to the window and returns the place.
 func (p *partition) add(r *kgo.Record) (seq int64) {
 	p.entries = append(p.entries, entry{after: kgo.EpochOffset{Epoch: r.LeaderEpoch, Offset: r.Offset + 1}})
@@ -77,7 +94,12 @@ func (p *partition) done(seq int64) {
 	}
 }
 
+// giveBack has a message delivered again, here or, once the partition was given
+// away, there.
 func (p *partition) giveBack(seq int64, r *kgo.Record, due time.Time) {
+	if p.idle != nil {
+		return
+	}
 	i, _ := slices.BinarySearchFunc(p.retries, due, func(r retry, due time.Time) int {
 		if r.due.After(due) {
 			return 1

@@ -21,6 +21,7 @@ import (
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker"
 	"github.com/postroom/postroom/broker/franz"
+	"github.com/postroom/postroom/internal/throwaway"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -29,7 +30,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type rig struct {
 	t       testing.TB
 	brokers []string
-	cluster *kfake.Cluster // nil where the brokers are real
+	cluster *kfake.Cluster   // nil where the brokers are real
+	real    *throwaway.Kafka // nil where they are not
 	admin   *kgo.Client
 }
 
