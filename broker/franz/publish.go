@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -208,7 +209,22 @@ func (r *round) buffer(ctx context.Context) bool {
 }
 
 // flush sends the records and returns true when all are decided.
-func (r *round) flush(ctx context.Context) bool { return r.s.client.Flush(ctx) == nil }
+func (r *round) flush(ctx context.Context) bool {
+	decided := make(chan bool, 1)
+	go func() { decided <- r.s.client.Flush(ctx) == nil }()
+	// The places in a topic that is new to the client are announced a moment
+	// before Flush can see them. One that does not wait finds them then.
+	ended, cancel := context.WithCancel(ctx)
+	cancel()
+	for wait := firstPause / 10; ; wait *= 2 {
+		select {
+		case ok := <-decided:
+			return ok
+		case <-time.After(wait):
+			_ = r.s.client.Flush(ended) // which is its error
+		}
+	}
+}
 
 // settle settles the messages whose fate is known, and returns the others. sent
 // says that the round was sent and decided.

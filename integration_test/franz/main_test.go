@@ -107,6 +107,20 @@ func (r *rig) topicExists(ctx context.Context, name string) (bool, error) {
 	}), nil
 }
 
+// topicID returns what newer requests have in the place of a topic's name.
+func (r *rig) topicID(name string) [16]byte {
+	r.t.Helper()
+	req := kmsg.NewPtrMetadataRequest()
+	topic := kmsg.NewMetadataRequestTopic()
+	topic.Topic = &name
+	req.Topics = append(req.Topics, topic)
+	res, err := req.RequestWith(r.t.Context(), r.admin)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return res.Topics[0].TopicID
+}
+
 func (r *rig) open(change ...func(*franz.Config)) *franz.Bus {
 	r.t.Helper()
 	c := config()
@@ -133,7 +147,7 @@ func (r *rig) onProduce(f func(*kmsg.ProduceRequest, *kmsg.ProduceResponse) (han
 		res := req.ResponseKind().(*kmsg.ProduceResponse)
 		for _, t := range req.Topics {
 			rt := kmsg.NewProduceResponseTopic()
-			rt.Topic = t.Topic
+			rt.Topic, rt.TopicID = t.Topic, t.TopicID
 			for _, p := range t.Partitions {
 				rp := kmsg.NewProduceResponseTopicPartition()
 				rp.Partition = p.Partition
