@@ -117,16 +117,16 @@ func (c Config) withDefaults(brokers []string) (Config, error) {
 	if n := c.FetchBytes; n < 1<<10 || n > 1<<30 {
 		bad("Config.FetchBytes is %d, want 1024 to %d", n, 1<<30)
 	}
-	for _, name := range unsafeOptions(c.Options) {
+	for _, name := range c.unsafeOptions() {
 		bad("Config.Options holds %s, which would break a promise", name)
 	}
 	return c, errors.Join(errs...)
 }
 
 // unsafeOptions names those of the options that would break a promise.
-func unsafeOptions(opts []kgo.Opt) (names []string) {
+func (c Config) unsafeOptions() (names []string) {
 	// What is refused is read back from a client, which connects to nothing.
-	probe, err := kgo.NewClient(append([]kgo.Opt{kgo.SeedBrokers("127.0.0.1:9")}, opts...)...)
+	probe, err := kgo.NewClient(append(c.options(), kgo.SeedBrokers("127.0.0.1:9"))...)
 	if err != nil {
 		return []string{fmt.Sprintf("what does not fit together (%v)", err)}
 	}
@@ -164,18 +164,21 @@ func isGiven(v any) bool {
 	return true
 }
 
-// client makes a client. The given options win over all others.
-func (b *Bus) client(opts ...kgo.Opt) (*kgo.Client, error) {
-	all := []kgo.Opt{
+// options returns what others may win over.
+func (c Config) options() []kgo.Opt {
+	return append([]kgo.Opt{
 		kgo.MetadataMaxAge(metadataAge),
 		kgo.MetadataMinAge(firstPause),
 		kgo.RetryBackoffFn(pause),
-		kgo.RequestTimeoutOverhead(max(b.cfg.DialTimeout, 100*time.Millisecond)),
+		kgo.RequestTimeoutOverhead(max(c.DialTimeout, 100*time.Millisecond)),
 		kgo.RecordPartitioner(partitioner{}),
 		kgo.DisableClientMetrics(),
-	}
-	all = append(all, b.cfg.Options...)
-	all = append(all, kgo.SeedBrokers(b.brokers...), kgo.ClientID(b.cfg.ClientID), kgo.Dialer(b.dial))
+	}, c.Options...)
+}
+
+// client makes a client. The given options win over all others.
+func (b *Bus) client(opts ...kgo.Opt) (*kgo.Client, error) {
+	all := append(b.cfg.options(), kgo.SeedBrokers(b.brokers...), kgo.ClientID(b.cfg.ClientID), kgo.Dialer(b.dial))
 	if b.cfg.SASL != nil {
 		all = append(all, kgo.SASL(b.cfg.SASL))
 	}

@@ -64,7 +64,9 @@ func (b *Bus) member(s broker.Subscription, deliver func(broker.Delivery), t *tr
 // run stays in the group until ctx ends and every delivery is settled or lost, or
 // something is wrong that a new stay may cure.
 func (m *member) run(ctx context.Context) (err error) {
-	if m.client, err = m.b.client(m.options()...); err != nil {
+	life, kill := context.WithCancel(context.WithoutCancel(ctx))
+	defer kill()
+	if m.client, err = m.b.client(append(m.options(), kgo.WithContext(life))...); err != nil {
 		return err
 	}
 	work, end := context.WithCancelCause(context.WithoutCancel(ctx))
@@ -83,7 +85,7 @@ func (m *member) run(ctx context.Context) (err error) {
 	err = context.Cause(work)
 	end(nil)
 	committer.Wait()
-	m.leave(err == nil)
+	m.leave(err == nil, kill)
 	return err
 }
 
@@ -215,7 +217,8 @@ func (m *member) lose(ids []int32) (lost []*partition) {
 }
 
 // leave ends the stay. What is settled is committed where that is still wanted.
-func (m *member) leave(commit bool) {
+// kill ends what the client would still try.
+func (m *member) leave(commit bool, kill func()) {
 	ctx, cancel := context.WithTimeout(context.Background(), leaveTimeout)
 	defer cancel()
 	m.mu.Lock()
@@ -230,6 +233,7 @@ func (m *member) leave(commit bool) {
 		m.committing.Unlock()
 	}
 	_ = m.client.LeaveGroupContext(ctx) // the brokers notice without it
+	kill()
 	m.client.Close()
 }
 
