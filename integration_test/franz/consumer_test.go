@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
@@ -26,6 +27,11 @@ type consumer struct {
 // consume subscribes to topic t as group g.
 func (r *rig) consume(maxInFlight int, change ...func(*franz.Config)) *consumer {
 	r.t.Helper()
+	return r.consumeAs("g", "t", maxInFlight, change...)
+}
+
+func (r *rig) consumeAs(group, topic string, maxInFlight int, change ...func(*franz.Config)) *consumer {
+	r.t.Helper()
 	gate := newGate(r.t)
 	bus := r.open(append([]func(*franz.Config){func(c *franz.Config) { c.Dial = gate.dial }}, change...)...)
 	ctx, stop := context.WithCancel(r.t.Context())
@@ -35,7 +41,7 @@ func (r *rig) consume(maxInFlight int, change ...func(*franz.Config)) *consumer 
 	}
 	go func() {
 		c.ended <- bus.Subscribe(ctx, broker.Subscription{
-			Group: "g", Topic: "t", MaxInFlight: maxInFlight, Trouble: func(err error) { c.trouble <- err },
+			Group: group, Topic: topic, MaxInFlight: maxInFlight, Trouble: func(err error) { c.trouble <- err },
 		}, func(d broker.Delivery) { c.arrived <- d })
 	}()
 	return c
@@ -102,27 +108,20 @@ func (c *consumer) crash() {
 	<-c.ended
 }
 
-// committed returns the offset that group g has committed, or -1.
+// committed returns the offset that group g has committed of topic t, or -1.
 func (r *rig) committed(partition int32) int64 {
 	r.t.Helper()
-	req := kmsg.NewPtrOffsetFetchRequest()
-	group := kmsg.NewOffsetFetchRequestGroup()
-	topic, rt := kmsg.NewOffsetFetchRequestGroupTopic(), kmsg.NewOffsetFetchRequestTopic()
-	topic.Topic, topic.Partitions, topic.TopicID = "t", []int32{partition}, r.topicID("t")
-	rt.Topic, rt.Partitions = "t", []int32{partition}
-	group.Group, group.Topics = "g", append(group.Topics, topic)
-	req.Group, req.Topics, req.Groups = "g", append(req.Topics, rt), append(req.Groups, group)
-	res, err := req.RequestWith(r.t.Context(), r.admin)
+	return r.committedAs("g", "t", partition)
+}
+
+func (r *rig) committedAs(group, topic string, partition int32) int64 {
+	r.t.Helper()
+	offsets, err := kadm.NewClient(r.admin).FetchOffsets(r.t.Context(), group)
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	for _, g := range res.Groups {
-		for _, t := range g.Topics {
-			return t.Partitions[0].Offset
-		}
-	}
-	for _, t := range res.Topics {
-		return t.Partitions[0].Offset
+	if o, ok := offsets.Lookup(topic, partition); ok {
+		return o.At
 	}
 	return -1
 }

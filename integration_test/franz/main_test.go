@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -194,6 +195,17 @@ func (r *rig) read(topic string, n int) []*kgo.Record {
 		all = append(all, f.Records()...)
 	}
 	return all
+}
+
+// end returns the offset behind the last of a topic's first partition.
+func (r *rig) end(topic string) int64 {
+	r.t.Helper()
+	offsets, err := kadm.NewClient(r.admin).ListEndOffsets(r.t.Context(), topic)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	o, _ := offsets.Lookup(topic, 0)
+	return o.Offset
 }
 
 func id(rec *kgo.Record) string {
