@@ -240,8 +240,11 @@ func TestB62ForeignRecords(t *testing.T) {
 			{Key: "a", Value: []byte("1")}, {Key: "B", Value: nil}, {Key: "a", Value: []byte{}}, {Key: "", Value: []byte{0, 0xff}},
 		}},
 		{Topic: "t", Key: []byte{}, Value: []byte{}, Headers: []kgo.RecordHeader{
-			{Key: "Postroom-ID", Value: []byte("1")}, {Key: "postroom-id", Value: []byte("2")}, {Key: "x", Value: []byte("y")},
-			{Key: "POSTROOM-TIME", Value: []byte("2026-01-02T03:04:05.000006Z")}, {Key: "postroom-operation", Value: []byte("op")},
+			{Key: "Postroom-ID", Value: []byte("1")},
+			{Key: "postroom-id", Value: []byte("2")},
+			{Key: "x", Value: []byte("y")},
+			{Key: "POSTROOM-TIME", Value: []byte("2026-01-02T03:04:05.000006Z")},
+			{Key: "postroom-operation", Value: []byte("op")},
 		}},
 		{Topic: "t", Key: []byte("\xff\x00"), Value: []byte("v"), Headers: []kgo.RecordHeader{{Key: "postroom-time", Value: []byte("noon")}}},
 	}
