@@ -100,6 +100,23 @@ func (c *consumer) stopped() {
 	}
 }
 
+// ackAll stops, and acks what has arrived and still does.
+func (c *consumer) ackAll() {
+	c.t.Helper()
+	c.stop()
+	for {
+		select {
+		case d := <-c.arrived:
+			c.ack(d)
+		case err := <-c.ended:
+			if err != nil {
+				c.t.Fatal(err)
+			}
+			return
+		}
+	}
+}
+
 // crash drops the connections without a goodbye.
 func (c *consumer) crash() {
 	c.gate.refuse.Store(true)

@@ -16,6 +16,7 @@ import (
 type gate struct {
 	refuse     atomic.Bool
 	dropAnswer atomic.Bool // of the next produce request: cut instead
+	read       atomic.Int64
 
 	next func(ctx context.Context, network, address string) (net.Conn, error) // how it connects
 
@@ -100,6 +101,7 @@ func (c *gated) Write(p []byte) (int, error) {
 
 func (c *gated) Read(p []byte) (int, error) {
 	n, err := c.Conn.Read(p)
+	c.g.read.Add(int64(n))
 	if c.drop.Load() && err == nil {
 		_ = c.Conn.Close()
 		return 0, io.ErrUnexpectedEOF
