@@ -1,5 +1,9 @@
 // Package franz_test runs the franz-go adapter against Apache Kafka, and for faults
 // against a cluster in this process that answers single requests with chosen errors.
+//
+// Of the cases these are the conformance suite's alone: B60b, a subscription before
+// there is the topic (SubscribeUnknownTopic), and B46's cancelled call
+// (CancelledPublish). Others that it has too are tested here with more faults.
 package franz_test
 
 import (
