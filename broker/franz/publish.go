@@ -110,12 +110,13 @@ func (c *call) round(ctx context.Context, todo []int) (again []int) {
 		clean = true
 		return again
 	}
-	sent := r.buffer(ctx) && r.flush(ctx)
-	if !sent {
-		s.close() // which decides what is undecided
+	sent := r.buffer(ctx)
+	decided := sent && r.flush(ctx)
+	if !decided {
+		s.close() // which decides the rest
 	}
 	r.left.Wait()
-	clean = sent && !slices.ContainsFunc(r.errs, func(err error) bool { return err != nil })
+	clean = decided && !slices.ContainsFunc(r.errs, func(err error) bool { return err != nil })
 	again = append(again, r.settle(ctx, sent)...)
 	slices.Sort(again)
 	return again
@@ -145,7 +146,8 @@ func (c *call) prepare(ctx context.Context, s *sender, topics []string) (map[str
 		}
 	}
 	known := slices.DeleteFunc(topics, func(topic string) bool { return wrong[topic] != nil })
-	return c.b.limits.get(ctx, c.b, known), nil
+	limits := c.b.limits.get(ctx, c.b, known)
+	return limits, context.Cause(ctx) // after which the limits are not the true ones
 }
 
 // choose returns the messages that this round sends, and those that wait.
@@ -226,8 +228,8 @@ func (r *round) flush(ctx context.Context) bool {
 	}
 }
 
-// settle settles the messages whose fate is known, and returns the others. sent
-// says that the round was sent and decided.
+// settle settles the messages whose fate is known, and returns the others. Unless
+// sent is set, none was sent.
 func (r *round) settle(ctx context.Context, sent bool) (again []int) {
 	c := r.c
 	why := ctx.Err() // before it can end in between
@@ -245,12 +247,10 @@ func (r *round) settle(ctx context.Context, sent bool) (again []int) {
 		switch {
 		case err == nil:
 			c.results[i] = broker.Result{Outcome: broker.Stored}
-		case !sent && errors.Is(err, kgo.ErrClientClosed):
-			if why == nil {
-				again = append(again, i) // another record failed before any was sent
-				continue
-			}
+		case errors.Is(err, kgo.ErrClientClosed) && why != nil:
 			c.fail(i, broker.Unreachable, scope(rec), fmt.Errorf("franz: %s: %w", scope(rec), why))
+		case errors.Is(err, kgo.ErrClientClosed) && !sent:
+			again = append(again, i) // another record failed before any was sent
 		case refusal(err) && !sent:
 			c.fail(i, broker.Refused, "", fmt.Errorf("franz: topic %q: the record is larger than max.message.bytes: %w", rec.Topic, err))
 		case refusal(err):
