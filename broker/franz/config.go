@@ -170,6 +170,7 @@ func (c Config) options() []kgo.Opt {
 		kgo.MetadataMaxAge(metadataAge),
 		kgo.MetadataMinAge(firstPause),
 		kgo.RetryBackoffFn(pause),
+		kgo.RequestRetries(maxTries),
 		kgo.RequestTimeoutOverhead(max(c.DialTimeout, 100*time.Millisecond)),
 		kgo.RecordPartitioner(partitioner{}),
 		kgo.DisableClientMetrics(),
@@ -192,6 +193,10 @@ const (
 
 	firstPause = 50 * time.Millisecond
 	lastPause  = time.Second
+
+	// maxTries is how often a request is made, and a batch sent, until it has
+	// failed: for about three seconds, unless the call's time is up before.
+	maxTries = 8
 )
 
 // pause is how long to wait before the next attempt after some that failed. The

@@ -32,10 +32,6 @@ type sender struct {
 	failure error            // why the last connection could not be opened
 }
 
-// maxTries is how often a batch is sent in one call, unless the call's time is up
-// before: about three seconds.
-const maxTries = 8
-
 func (b *Bus) newSender() (*sender, error) {
 	s := &sender{limits: make(map[string]int32), ready: make(chan struct{}, 1)}
 	var err error
