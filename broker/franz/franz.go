@@ -38,7 +38,12 @@
 // # Subscribing
 //
 // Each Subscribe call is one member of a consumer group, on a client of its own.
-// Members share a topic's partitions by the cooperative sticky assignor.
+// Members share a topic's partitions by the cooperative sticky assignor. Those of
+// package kafka do so in another way and cannot be in the same group at the same
+// time; where one has stopped, the other goes on.
+//
+// A partition that another member is to have is given away when what is delivered
+// of it is settled, and after SessionTimeout in any case; it is then lost.
 //
 // Offsets are committed soon after messages are settled, of each partition up to
 // the first one that is not. So a crash repeats what was settled behind it. A

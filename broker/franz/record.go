@@ -38,42 +38,43 @@ func fill(r *kgo.Record, m *postroom.Message) {
 }
 
 // message reads a record, of whoever wrote it. The message shares nothing with
-// it. Of our own headers the first counts; the others are dropped, and so is a
-// time that cannot be read.
+// it. Our own headers are found in any case; of several, the exact spelling wins,
+// else the first. The others stay as they are.
 func message(r *kgo.Record) postroom.Message {
 	m := postroom.Message{
 		Topic: r.Topic, Key: string(r.Key), EmptyKey: r.Key != nil && len(r.Key) == 0,
 		Payload: bytes.Clone(r.Value),
 	}
-	var id, operation, at *kgo.RecordHeader
-	first := func(to **kgo.RecordHeader, h *kgo.RecordHeader) {
-		if *to == nil {
-			*to = h
-		}
-	}
-	for i := range r.Headers {
-		h := &r.Headers[i]
-		switch {
-		case strings.EqualFold(h.Key, headerID):
-			first(&id, h)
-		case strings.EqualFold(h.Key, headerOperation):
-			first(&operation, h)
-		case strings.EqualFold(h.Key, headerTime):
-			first(&at, h)
+	id, at, operation := find(r.Headers, headerID), find(r.Headers, headerTime), find(r.Headers, headerOperation)
+	for i, h := range r.Headers {
+		switch i {
+		case id:
+			m.ID = string(h.Value)
+		case operation:
+			m.Operation = string(h.Value)
+		case at:
+			if t, err := time.Parse(time.RFC3339Nano, string(h.Value)); err == nil {
+				m.Time = t.UTC().Truncate(time.Microsecond)
+			}
 		default:
 			m.Headers = append(m.Headers, postroom.Header{Name: h.Key, Value: bytes.Clone(h.Value)})
 		}
 	}
-	if id != nil {
-		m.ID = string(id.Value)
-	}
-	if operation != nil {
-		m.Operation = string(operation.Value)
-	}
-	if at != nil {
-		m.Time, _ = time.Parse(time.RFC3339Nano, string(at.Value))
-	}
 	return m
+}
+
+// find returns the index of a header, or -1.
+func find(headers []kgo.RecordHeader, name string) int {
+	like := -1
+	for i := range headers {
+		switch h := headers[i].Key; {
+		case h == name:
+			return i
+		case like < 0 && strings.EqualFold(h, name):
+			like = i
+		}
+	}
+	return like
 }
 
 // validTopic reports whether Kafka takes the name.

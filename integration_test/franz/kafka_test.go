@@ -1,9 +1,13 @@
 package franz_test
 
 import (
+	"context"
 	"fmt"
+	"maps"
 	"testing"
 	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker"
@@ -59,20 +63,82 @@ func TestWireOfPackageKafka(t *testing.T) {
 			t.Errorf("message %s is %s, by package kafka %s", m.ID, ours[m.ID], theirs[m.ID])
 		}
 	}
-	c := r.consumeAs("g", "theirs", 5)
-	came := map[string]postroom.Message{}
-	for range msgs {
-		d := c.next()
-		came[d.Message().ID] = d.Message()
-		c.ack(d)
+	for _, topic := range []string{"ours", "theirs"} {
+		byUs, byThem := receive(t, r.open(), "us", topic, len(msgs)), receive(t, other, "them", topic, len(msgs))
+		for _, m := range msgs {
+			m.Topic = topic
+			if !m.Time.IsZero() {
+				m.Time = m.Time.UTC()
+			}
+			want := fmt.Sprintf("%#v", m)
+			if byUs[m.ID] != want || byThem[m.ID] != want {
+				t.Errorf("came\n%s, by package kafka\n%s, want\n%s", byUs[m.ID], byThem[m.ID], want)
+			}
+		}
 	}
-	c.stopped()
-	for _, m := range msgs {
-		if !m.Time.IsZero() {
-			m.Time = m.Time.UTC()
+}
+
+// receive delivers n messages to a group and stops. It returns them by their id.
+func receive(t *testing.T, s broker.Subscriber, group, topic string, n int) map[string]string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	came := map[string]string{}
+	err := s.Subscribe(ctx, broker.Subscription{Group: group, Topic: topic, MaxInFlight: 1}, func(d broker.Delivery) {
+		if len(came) == n {
+			_ = d.Retry(context.Background(), 0) // beyond what was asked for
+			return
 		}
-		if got, want := fmt.Sprintf("%#v", came[m.ID]), fmt.Sprintf("%#v", m); got != want {
-			t.Errorf("came %s, want %s", got, want)
+		m := d.Message()
+		came[m.ID] = fmt.Sprintf("%#v", m)
+		if err := d.Ack(context.Background()); err != nil {
+			t.Error(err)
 		}
+		if len(came) == n {
+			cancel()
+		}
+	})
+	if err != nil || len(came) != n {
+		t.Fatalf("%d of %d messages came: %v", len(came), n, err)
+	}
+	return came
+}
+
+// Records that others wrote are read alike, and a group goes on where the other
+// package has left it.
+func TestGroupOfPackageKafkaGoesOn(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.topic("t", 1)
+	other, err := kafka.Open(t.Context(), r.brokers, kafka.Config{SessionTimeout: time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = other.Close() })
+	records := foreign("t")
+	for i := range records { // a new id for each, so that none takes another's place
+		records[i].Headers = append(records[i].Headers, kgo.RecordHeader{Key: "postroom-id", Value: fmt.Append(nil, "foreign ", i)})
+	}
+	if err := r.admin.ProduceSync(t.Context(), records...).FirstErr(); err != nil {
+		t.Fatal(err)
+	}
+	bus := r.open()
+	store(t, bus, messages("t", "k", 0, 9)...)
+	all := receive(t, bus, "us", "t", len(records)+10)
+	if them := receive(t, other, "them", "t", len(records)+10); !maps.Equal(all, them) {
+		t.Errorf("came %q, by package kafka %q", all, them)
+	}
+	parts := map[string]string{}
+	for i, s := range []broker.Subscriber{bus, other, bus, other} {
+		part := receive(t, s, "both", "t", []int{4, 3, 3, 3}[i])
+		for id, m := range part {
+			if parts[id] != "" {
+				t.Errorf("message %s came to both", id)
+			}
+			parts[id] = m
+		}
+	}
+	if !maps.Equal(all, parts) {
+		t.Errorf("came %q, want %q", parts, all)
 	}
 }

@@ -236,25 +236,12 @@ func TestB62ForeignRecords(t *testing.T) {
 	r := newRig(t)
 	r.topic("t", 1)
 	at := time.Date(2026, 1, 2, 3, 4, 5, 6000, time.UTC)
-	foreign := []*kgo.Record{
-		{Topic: "t", Headers: []kgo.RecordHeader{
-			{Key: "a", Value: []byte("1")}, {Key: "B", Value: nil}, {Key: "a", Value: []byte{}}, {Key: "", Value: []byte{0, 0xff}},
-		}},
-		{Topic: "t", Key: []byte{}, Value: []byte{}, Headers: []kgo.RecordHeader{
-			{Key: "Postroom-ID", Value: []byte("1")},
-			{Key: "postroom-id", Value: []byte("2")},
-			{Key: "x", Value: []byte("y")},
-			{Key: "POSTROOM-TIME", Value: []byte("2026-01-02T03:04:05.000006Z")},
-			{Key: "postroom-operation", Value: []byte("op")},
-		}},
-		{Topic: "t", Key: []byte("\xff\x00"), Value: []byte("v"), Headers: []kgo.RecordHeader{{Key: "postroom-time", Value: []byte("noon")}}},
-	}
-	if err := r.admin.ProduceSync(t.Context(), foreign...).FirstErr(); err != nil {
+	if err := r.admin.ProduceSync(t.Context(), foreign("t")...).FirstErr(); err != nil {
 		t.Fatal(err)
 	}
 	want := []postroom.Message{
 		{Topic: "t", Headers: []postroom.Header{{Name: "a", Value: []byte("1")}, {Name: "B"}, {Name: "a", Value: []byte{}}, {Name: "", Value: []byte{0, 0xff}}}},
-		{ID: "1", Topic: "t", EmptyKey: true, Payload: []byte{}, Headers: []postroom.Header{{Name: "x", Value: []byte("y")}}, Time: at, Operation: "op"},
+		{ID: "2", Topic: "t", EmptyKey: true, Payload: []byte{}, Headers: []postroom.Header{{Name: "Postroom-ID", Value: []byte("1")}, {Name: "x", Value: []byte("y")}}, Time: at, Operation: "op"},
 		{Topic: "t", Key: "\xff\x00", Payload: []byte("v")},
 	}
 	c := r.consume(3)
@@ -266,6 +253,23 @@ func TestB62ForeignRecords(t *testing.T) {
 		c.ack(d)
 	}
 	c.stopped()
+}
+
+// foreign returns records as others may write them.
+func foreign(topic string) []*kgo.Record {
+	return []*kgo.Record{
+		{Topic: topic, Headers: []kgo.RecordHeader{
+			{Key: "a", Value: []byte("1")}, {Key: "B", Value: nil}, {Key: "a", Value: []byte{}}, {Key: "", Value: []byte{0, 0xff}},
+		}},
+		{Topic: topic, Key: []byte{}, Value: []byte{}, Headers: []kgo.RecordHeader{
+			{Key: "Postroom-ID", Value: []byte("1")},
+			{Key: "postroom-id", Value: []byte("2")},
+			{Key: "x", Value: []byte("y")},
+			{Key: "POSTROOM-TIME", Value: []byte("2026-01-02T03:04:05.000006Z")},
+			{Key: "postroom-operation", Value: []byte("op")},
+		}},
+		{Topic: topic, Key: []byte("\xff\x00"), Value: []byte("v"), Headers: []kgo.RecordHeader{{Key: "postroom-time", Value: []byte("noon")}}},
+	}
 }
 
 // A partition whose messages are slow does not keep others' from coming.
