@@ -198,6 +198,46 @@ func TestB49PartialFailure(t *testing.T) {
 	}
 }
 
+// B49: a topic whose leader does not come keeps the call that holds it, and delays
+// no other call.
+func TestB49TroubleOfOneTopicDelaysNoOther(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, kfake.NumBrokers(1))
+	r.topic("good", 2)
+	r.topic("away", 1)
+	b := r.open()
+	id := r.topicID("away")
+	asked := make(chan struct{}, 1000)
+	r.onProduce(func(req *kmsg.ProduceRequest, res *kmsg.ProduceResponse) (bool, bool) {
+		away := len(req.Topics) == 1 && req.Topics[0].TopicID == id
+		if away {
+			asked <- struct{}{}
+			res.Topics[0].Partitions[0].ErrorCode = kerr.NotLeaderForPartition.Code
+		}
+		return away, false
+	})
+	results := make(chan []broker.Result, 1)
+	go func() { results <- b.Publish(t.Context(), messages("away", "k", 0, 1)) }()
+	<-asked
+	begun := time.Now()
+	for i := range 20 {
+		store(t, b, messages("good", "k", i, i)...)
+	}
+	select {
+	case res := <-results:
+		t.Fatalf("the call ended before the others began: %v", outcomes(res))
+	default:
+	}
+	if took := time.Since(begun); took > 2*time.Second {
+		t.Errorf("20 messages of another topic took %v", took)
+	}
+	res := <-results
+	wantOutcomes(t, res, broker.Unreachable, broker.NotTried)
+	if s := res[0].Scope; s != "away/0" {
+		t.Errorf("scope is %q", s)
+	}
+}
+
 // B50: every request asks for the acknowledgement of all in-sync replicas.
 func TestB50AcksAll(t *testing.T) {
 	t.Parallel()

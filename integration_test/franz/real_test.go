@@ -12,12 +12,17 @@ import (
 	"github.com/postroom/postroom/internal/throwaway"
 )
 
-// realRig is Apache Kafka.
+// realRig is Apache Kafka, of the newest line.
 func realRig(t testing.TB) *rig {
 	t.Helper()
+	return realRigOf(t, "")
+}
+
+func realRigOf(t testing.TB, version string) *rig {
+	t.Helper()
 	k, err := throwaway.StartKafka(t.Context(), throwaway.KafkaConfig{
-		RequireReal: true,
-		Settings:    map[string]string{"message.max.bytes": "100000", "group.min.session.timeout.ms": "1000"},
+		RequireReal: true, Version: version,
+		Settings: map[string]string{"message.max.bytes": "100000", "group.min.session.timeout.ms": "1000"},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -34,6 +39,11 @@ func realRig(t testing.TB) *rig {
 func TestConformanceApacheKafka(t *testing.T) {
 	t.Parallel()
 	conformance(t, realRig(t))
+}
+
+func TestConformanceOlderKafka(t *testing.T) {
+	t.Parallel()
+	conformance(t, realRigOf(t, "3.9"))
 }
 
 // BenchmarkPublish compares with package kafka and with franz-go's ProduceSync on
