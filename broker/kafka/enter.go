@@ -33,20 +33,22 @@ func ClientCertificate(certFile, keyFile string) func(*tls.CertificateRequestInf
 }
 
 // enter makes a connection one that the broker takes requests on: it speaks TLS
-// and SASL, by ctx's deadline. The transport could do both, but authenticates
-// with no deadline, by one mechanism for all connections, and with errors that
-// do not say what they are.
+// and SASL, by ctx's deadline, and has the broker answer once. The transport could
+// do all that, but authenticates with no deadline, by one mechanism for all
+// connections, and with errors that do not say what they are; and of several
+// brokers it would stay with one that is silent.
 func (cfg *Config) enter(ctx context.Context, c net.Conn, address string) (net.Conn, error) {
-	if cfg.TLS == nil && cfg.SASL == nil {
-		return c, nil
-	}
 	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	entered, err := cfg.authenticate(ctx, c, address)
 	if !stop() {
 		err = context.Cause(ctx)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("authentication at %s: %w", address, err)
+		what := "connect to"
+		if cfg.TLS != nil || cfg.SASL != nil {
+			what = "authentication at"
+		}
+		return nil, fmt.Errorf("%s %s: %w", what, address, err)
 	}
 	return entered, nil
 }
@@ -60,10 +62,13 @@ func (cfg *Config) authenticate(ctx context.Context, c net.Conn, address string)
 	if err != nil {
 		return nil, err
 	}
-	if cfg.TLS != nil {
-		if c, err = cfg.handshake(ctx, c, host); err != nil {
-			return nil, fmt.Errorf("TLS: %w", err)
-		}
+	if cfg.TLS == nil {
+		err = cfg.ask(c)
+	} else if c, err = cfg.handshake(ctx, c, host); err != nil {
+		err = fmt.Errorf("TLS: %w", err)
+	}
+	if err != nil {
+		return nil, err
 	}
 	if cfg.SASL != nil {
 		ctx = sasl.WithMetadata(ctx, &sasl.Metadata{Host: host, Port: port})
@@ -74,8 +79,8 @@ func (cfg *Config) authenticate(ctx context.Context, c net.Conn, address string)
 	return c, nil
 }
 
-// handshake speaks TLS, and asks for something: a broker that does not like the
-// client's certificate says so only after the handshake.
+// handshake speaks TLS. A broker that does not like the client's certificate says
+// so only after the handshake, when it is asked for something.
 func (cfg *Config) handshake(ctx context.Context, c net.Conn, host string) (net.Conn, error) {
 	settings := cfg.TLS
 	if settings.ServerName == "" {
@@ -86,11 +91,17 @@ func (cfg *Config) handshake(ctx context.Context, c net.Conn, host string) (net.
 	if err := secure.HandshakeContext(ctx); err != nil {
 		return nil, err
 	}
-	_, err := protocol.NewConn(secure, cfg.ClientID).RoundTrip(new(apiversions.Request))
+	err := cfg.ask(secure)
 	if hungUp(err) {
 		err = fmt.Errorf("%w: the broker hung up, as it does on a client certificate that is missing or not to its liking", err)
 	}
 	return secure, err
+}
+
+// ask asks for what every broker tells everybody.
+func (cfg *Config) ask(c net.Conn) error {
+	_, err := protocol.NewConn(c, cfg.ClientID).RoundTrip(new(apiversions.Request))
+	return err
 }
 
 func (cfg *Config) authenticateSASL(ctx context.Context, c net.Conn) error {

@@ -29,6 +29,12 @@
 // batches. So it does where this program may not read the limit, which takes the
 // permission to describe the topic's configuration.
 //
+// # Security
+//
+// TLS, SASL and both; credentials are asked for on every connection, so that they
+// may change while the program runs. A broker that does not let this program in is
+// away: messages are Unreachable, with an error that says what was not taken.
+//
 // # On the wire
 //
 // The record's key is the key, null where there is none, and its value the
@@ -83,8 +89,8 @@ type Config struct {
 	// Dial opens connections. Default: a [net.Dialer].
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 
-	// DialTimeout bounds opening a connection, TLS and authentication included.
-	// Default 5s, at least 10ms.
+	// DialTimeout bounds opening a connection to one broker, TLS and
+	// authentication included. Default 5s, at least 10ms.
 	DialTimeout time.Duration
 
 	// ClientID names this program in the brokers' logs and quotas. Default
@@ -217,7 +223,7 @@ func Open(ctx context.Context, brokers []string, cfg Config) (*Bus, error) {
 		return nil, err
 	}
 	b := &Bus{cfg: cfg, link: newLink(brokers, cfg)}
-	ctx, cancel := context.WithTimeout(ctx, 2*cfg.DialTimeout)
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(len(brokers)+1)*cfg.DialTimeout)
 	defer cancel()
 	if _, err := b.link.metadata(ctx, nil); err != nil {
 		_ = b.Close()

@@ -37,7 +37,8 @@ func newLink(brokers []string, cfg Config) *link {
 		Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
 			return l.dial(ctx, cfg, network, address)
 		},
-		DialTimeout: cfg.DialTimeout,
+		// For one broker after the other; each has its own DialTimeout.
+		DialTimeout: time.Duration(len(brokers)) * cfg.DialTimeout,
 		MetadataTTL: metadataTTL,
 		ClientID:    cfg.ClientID,
 		Context:     ctx,
@@ -45,8 +46,10 @@ func newLink(brokers []string, cfg Config) *link {
 	return l
 }
 
-// dial opens a connection on which requests may be sent. ctx must have a deadline.
+// dial opens a connection on which requests may be sent.
 func (l *link) dial(ctx context.Context, cfg Config, network, address string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, cfg.DialTimeout)
+	defer cancel()
 	c, err := cfg.Dial(ctx, network, address)
 	if err != nil {
 		return nil, err

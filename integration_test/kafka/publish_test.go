@@ -390,3 +390,36 @@ func TestOpenFailsWhereNobodyAnswers(t *testing.T) {
 		t.Error("Open = nil, want an error")
 	}
 }
+
+// Brokers that are away or silent do not keep Open from one that answers.
+func TestOpenFindsTheOneThatAnswers(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, kfake.NumBrokers(1))
+	r.topic("t", 1)
+	var lc net.ListenConfig
+	silent, err := lc.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = silent.Close() }()
+	const away = "127.0.0.1:1"
+	c := config()
+	c.DialTimeout = 200 * time.Millisecond
+	c.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if address == away {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return new(net.Dialer).DialContext(ctx, network, address)
+	}
+	for range 8 { // they are tried in any order
+		b, err := kafka.Open(t.Context(), []string{away, silent.Addr().String(), r.brokers[0]}, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		store(t, b, messages("t", "", 1, 1)...)
+		if err := b.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}

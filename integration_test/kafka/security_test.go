@@ -393,3 +393,33 @@ func TestStalledHandshake(t *testing.T) {
 		})
 	}
 }
+
+// B59: two hundred publishers over TLS and SASL, and as many that are not let in,
+// leave neither connections nor, as TestMain sees, goroutines.
+func TestB59NothingLeftSecured(t *testing.T) {
+	t.Parallel()
+	s := newSecured(t)
+	s.topic("left", 1)
+	gate := newGate(t)
+	c := config()
+	c.Dial, c.TLS = gate.dial, s.tls(t, s.ca, s.ca)
+	for i := range 200 {
+		c.SASL = plainText(password)
+		b, err := kafka.Open(t.Context(), s.kafka.SASLTLSBrokers, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i%20 == 0 {
+			store(t, b, messages("left", "", i+1, i+1)...)
+		}
+		if err := b.Close(); err != nil {
+			t.Fatal(err)
+		}
+		// A broker that says no takes its time for that, so the credentials fail here.
+		c.SASL = func(context.Context) (sasl.Mechanism, error) { return nil, errVault }
+		if _, err := kafka.Open(t.Context(), s.kafka.SASLTLSBrokers, c); !errors.Is(err, errVault) {
+			t.Fatal(err)
+		}
+	}
+	until(t, "connections closed", func() bool { return gate.open() == 0 })
+}
