@@ -1,6 +1,7 @@
 package kafka
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -41,6 +42,10 @@ type partition struct {
 	// first says that the first offset which the broker holds is to be taken in
 	// the place of the committed one, which it does not hold.
 	first bool
+
+	// below is behind the last entry that left window: all before it is settled,
+	// though it may be fetched again where something was given back.
+	below int64
 
 	queue  []*entry // to be handed over
 	bytes  int      // of queue
@@ -101,6 +106,9 @@ func (p *partition) next(now time.Time, most int) (*entry, time.Time) {
 // given back.
 func (p *partition) take(records []*entry, next int64) {
 	for _, r := range records {
+		if r.offset < p.below {
+			continue
+		}
 		if w := p.find(r.offset); w != nil {
 			if w.state != givenBack {
 				continue
@@ -111,7 +119,7 @@ func (p *partition) take(records []*entry, next int64) {
 		p.queue = append(p.queue, r)
 		p.bytes += r.size
 	}
-	p.fetchAt = next
+	p.fetchAt = max(next, p.below)
 }
 
 // find returns the record of window with an offset, or nil.
@@ -119,12 +127,14 @@ func (p *partition) find(offset int64) *entry {
 	if n := len(p.window); n == 0 || offset > p.window[n-1].offset {
 		return nil
 	}
-	i, ok := slices.BinarySearchFunc(p.window, offset, func(r *entry, o int64) int { return int(r.offset - o) })
+	i, ok := slices.BinarySearchFunc(p.window, offset, atOffset)
 	if !ok {
 		return nil
 	}
 	return p.window[i]
 }
+
+func atOffset(e *entry, offset int64) int { return cmp.Compare(e.offset, offset) }
 
 // settle ends a record's stay, and that of those settled before, of which it was
 // the last one to be waited for.
@@ -133,10 +143,12 @@ func (p *partition) settle(r *entry) {
 	r.state = settled
 	n := 0
 	for n < len(p.window) && p.window[n].state == settled {
+		p.below = p.window[n].offset + 1
 		p.window[n] = nil
 		n++
 	}
 	p.window = p.window[n:]
+	p.fetchAt = max(p.fetchAt, p.below)
 }
 
 // giveBack has a record fetched again, and all that lies behind it.
@@ -147,8 +159,11 @@ func (p *partition) giveBack(r *entry, due time.Time) {
 		return // another one has moved it back
 	}
 	p.fetchAt = r.offset
-	clear(p.queue)
-	p.queue, p.bytes = nil, 0
+	n, _ := slices.BinarySearchFunc(p.queue, r.offset, atOffset)
+	for _, e := range p.queue[n:] {
+		p.bytes -= e.size
+	}
+	p.queue = slices.Delete(p.queue, n, len(p.queue))
 	p.visit++
 	p.fetching = false // what is under way is of no use
 }

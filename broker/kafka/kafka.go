@@ -1,8 +1,9 @@
-// Package kafka publishes Postroom's messages to Kafka. It stands on the lower
-// level of segmentio/kafka-go.
+// Package kafka publishes Postroom's messages to Kafka and delivers them from there.
+// It stands on the lower level of segmentio/kafka-go.
 //
 //	bus, err := kafka.Open(ctx, brokers, kafka.Config{})
 //	d, err := dispatcher.New(pool, bus, dispatcher.Config{})
+//	c, err := inbox.New(pool, bus, "billing", "orders", handle, inbox.Config{})
 //
 // Topics are made by whoever runs the brokers, never by this package, also where
 // the brokers make topics by themselves.
@@ -28,6 +29,37 @@
 // of its own and the broker decides, since the limit holds for compressed
 // batches. So it does where this program may not read the limit, which takes the
 // permission to describe the topic's configuration.
+//
+// # Subscribing
+//
+// A partition's offset is committed up to its first unsettled message and no
+// further, a moment after that was settled, and when the group is divided anew or
+// left; it never goes back. Messages that were settled behind it come again after a
+// crash. Config.MaxAhead bounds how many.
+//
+// A message given back by Retry holds up those behind it in its partition that have
+// not been handed over. Deliveries are not counted.
+//
+// Records of aborted transactions and transaction markers are never handed over,
+// and an open transaction holds up what lies behind it, unless
+// Config.ReadUncommitted is set.
+//
+// Members divide a topic's partitions evenly and keep what they have where they
+// can; handlers go on meanwhile. Only members that divide alike can share a group:
+// to move a group here from another client, stop its members first; its offsets are
+// taken over. A member that is silent for Config.SessionTimeout loses its partitions:
+// Lost is closed and settling a delivery is [broker.ErrLost]. A silent coordinator
+// does the same, since it may have given them to others.
+//
+// Where the broker does not hold the group's offset, because the log was cut or made
+// anew, its first message is taken: messages may come again, and none is passed
+// over. A partition without an offset begins at its first message too. A topic that
+// is deleted while it is subscribed to is read from the start when it is made anew,
+// if it was away for three heartbeats, which are tenths of Config.SessionTimeout;
+// stop its subscribers before you replace a topic faster.
+//
+// A record that the client cannot decode, one with a wrong checksum say, stops its
+// partition and is told to Trouble until the log no longer holds it.
 //
 // # Security
 //
@@ -200,7 +232,7 @@ func (c Config) withDefaults(brokers []string) (Config, error) {
 	return c, errors.Join(errs...)
 }
 
-// A Bus publishes to one Kafka cluster. It is safe for concurrent use.
+// A Bus publishes to one Kafka cluster and subscribes to its topics. It is safe for concurrent use.
 type Bus struct {
 	cfg    Config
 	link   *link
@@ -235,7 +267,8 @@ func Open(ctx context.Context, brokers []string, cfg Config) (*Bus, error) {
 	return b, nil
 }
 
-// Close closes all connections. Publish calls that are running return. A second
+// Close closes all connections. Publish and Subscribe calls that are running return.
+// End the context of a Subscribe call first, so that it leaves its group. A second
 // Close returns nil.
 func (b *Bus) Close() error {
 	b.mu.Lock()
