@@ -23,7 +23,8 @@ type member struct {
 	overlap atomic.Bool
 }
 
-// subscribe joins a group of a topic.
+// subscribe joins a group of a topic, which has the group for itself: some brokers
+// share out all topics of a group at a time, and the cases would wait for each other.
 func (e *env) subscribe(ctx context.Context, topic, group string, maxInFlight int) (*member, error) {
 	s, kill, err := e.h.Subscriber(ctx)
 	if err != nil {
@@ -32,7 +33,7 @@ func (e *env) subscribe(ctx context.Context, topic, group string, maxInFlight in
 	m := &member{e: e, kill: kill, ended: make(chan error, 1), arrived: make(chan broker.Delivery, maxInFlight)}
 	ctx, m.cancel = context.WithCancel(ctx)
 	sub := broker.Subscription{
-		Group: group, Topic: topic, MaxInFlight: maxInFlight,
+		Group: group + " of " + topic, Topic: topic, MaxInFlight: maxInFlight,
 		Trouble: func(err error) { m.trouble.Store(&err) },
 	}
 	go func() {
