@@ -82,11 +82,9 @@ func (f *feed) fetch(ctx context.Context) {
 func (f *feed) layout(ctx context.Context) metadata.ResponseTopic {
 	t, err := f.topic(ctx)
 	if err != nil {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		for _, p := range f.parts {
-			f.trouble.set(p.index, err)
-		}
+		f.trouble.set(troubleLayout, err)
+	} else {
+		f.trouble.clear(troubleLayout)
 	}
 	return t
 }
@@ -170,8 +168,11 @@ func (f *feed) do(ctx context.Context, q *poll) {
 	}
 	res, err := f.request(ctx, q)
 	if err != nil {
+		f.trouble.set(brokerPlace(q.leader), fmt.Errorf("fetch from broker %d: %w", q.leader, err))
 		f.b.link.reset()
 		f.refresh(ctx)
+	} else {
+		f.trouble.clear(brokerPlace(q.leader))
 	}
 	answers := make(map[int32]*fetch.ResponsePartition, len(q.places))
 	if err == nil {
@@ -187,7 +188,7 @@ func (f *feed) do(ctx context.Context, q *poll) {
 		a := answers[at.p.index]
 		switch {
 		case err != nil:
-			f.failed(at, err)
+			f.failed(at, nil) // the broker's trouble is told
 		case a == nil:
 			f.failed(at, fmt.Errorf("the broker's answer does not mention it"))
 		case kafkago.Error(a.ErrorCode) == kafkago.OffsetOutOfRange:
@@ -252,6 +253,7 @@ const maxFetchBytes = 1 << 20
 // stands reports whether a poll's answer is still of use. f.mu is held.
 func (at *place) stands() bool { return !at.p.gone && at.p.visit == at.visit }
 
+// failed puts a partition off, and tells why unless err is nil.
 func (f *feed) failed(at place, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -260,7 +262,9 @@ func (f *feed) failed(at place, err error) {
 	}
 	at.p.alone = true
 	at.p.failed(time.Now())
-	f.trouble.set(at.p.index, fmt.Errorf("fetch %s/%d: %w", f.s.Topic, at.p.index, err))
+	if err != nil {
+		f.trouble.set(at.p.index, fmt.Errorf("fetch %s/%d: %w", f.s.Topic, at.p.index, err))
+	}
 }
 
 // came takes the records of an answer.
@@ -281,6 +285,7 @@ func (f *feed) came(at place, a *fetch.ResponsePartition) {
 	p.take(records, next)
 	f.trouble.clear(p.index)
 	if len(records) > 0 {
+		f.trouble.clear(troubleGroup) // messages come; the next heartbeat tells whether it lasts
 		kick(f.hand)
 	} else if p.position() > p.committed {
 		kick(f.dirty) // past records that are not for readers

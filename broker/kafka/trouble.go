@@ -2,9 +2,13 @@ package kafka
 
 import "sync"
 
-// troubleGroup is the place of trouble with the group; that of a partition is its
-// index.
-const troubleGroup = -1
+// Places of trouble. That of a partition is its index.
+const (
+	troubleGroup  = -1
+	troubleLayout = -2
+)
+
+func brokerPlace(id int32) int32 { return troubleLayout - 1 - id }
 
 // troubles tells a subscription's Trouble why messages have stopped coming. Each
 // place has its own reason; it is over when none is left.
@@ -26,16 +30,13 @@ func (t *troubles) set(place int32, err error) {
 	t.say(err)
 }
 
-func (t *troubles) clear(places ...int32) {
+func (t *troubles) clear(place int32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	before := len(t.errs)
-	for _, p := range places {
-		delete(t.errs, p)
-	}
-	if len(t.errs) == before {
+	if _, ok := t.errs[place]; !ok {
 		return
 	}
+	delete(t.errs, place)
 	for _, err := range t.errs {
 		t.say(err) // another one that is left
 		return

@@ -13,7 +13,6 @@ import (
 )
 
 func TestConformance(t *testing.T) {
-	t.Parallel()
 	r := newRig(t, kfake.NumBrokers(1), kfake.BrokerConfigs(map[string]string{"message.max.bytes": "100000"}))
 	conformance(t, r)
 }
@@ -36,7 +35,7 @@ func conformance(t *testing.T, r *rig) {
 			if err != nil {
 				return nil, nil, err
 			}
-			return perTopic{b}, func() {
+			return b, func() {
 				own.refuse.Store(true) // so that it cannot say goodbye
 				own.cut()
 				_ = b.Close()
@@ -59,14 +58,4 @@ func conformance(t *testing.T, r *rig) {
 			"FailureStopsItsKey": "a batch of a partition fails as a whole; B97 tests it",
 		},
 	})
-}
-
-// perTopic gives each topic's members a group of their own. The suite has one
-// group's name for all cases; in Kafka they would all take part in every
-// rebalance, with those that were killed.
-type perTopic struct{ broker.Subscriber }
-
-func (p perTopic) Subscribe(ctx context.Context, s broker.Subscription, deliver func(broker.Delivery)) error {
-	s.Group += " of " + s.Topic
-	return p.Subscriber.Subscribe(ctx, s, deliver)
 }

@@ -37,12 +37,10 @@ func realRigOf(t testing.TB, version string) *rig {
 }
 
 func TestConformanceApacheKafka(t *testing.T) {
-	t.Parallel()
 	conformance(t, realRig(t))
 }
 
 func TestConformanceOlderKafka(t *testing.T) {
-	t.Parallel()
 	conformance(t, realRigOf(t, "3.9"))
 }
 

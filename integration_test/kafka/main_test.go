@@ -94,19 +94,45 @@ func (r *rig) createTopic(ctx context.Context, name string, partitions int32, se
 	if err := kerr.ErrorForCode(res.Topics[0].ErrorCode); err != nil {
 		return err
 	}
-	// A broker answers before it knows of the topic itself.
+	// The answer comes before the brokers know of the topic themselves.
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	for {
-		if known, err := r.topicExists(ctx, name); known || err != nil {
-			return err
-		}
+	for !r.ready(ctx, name, partitions) {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
 	}
+	return nil
+}
+
+// ready reports whether the leader of each partition answers for it.
+func (r *rig) ready(ctx context.Context, topic string, partitions int32) bool {
+	req := kmsg.NewPtrListOffsetsRequest()
+	rt := kmsg.NewListOffsetsRequestTopic()
+	rt.Topic = topic
+	for p := range partitions {
+		rp := kmsg.NewListOffsetsRequestTopicPartition()
+		rp.Partition, rp.Timestamp = p, -1
+		rt.Partitions = append(rt.Partitions, rp)
+	}
+	req.Topics = append(req.Topics, rt)
+	answered := int32(0)
+	for _, shard := range r.admin.RequestSharded(ctx, req) {
+		res, ok := shard.Resp.(*kmsg.ListOffsetsResponse)
+		if shard.Err != nil || !ok {
+			return false
+		}
+		for _, t := range res.Topics {
+			for _, p := range t.Partitions {
+				if p.ErrorCode == 0 {
+					answered++
+				}
+			}
+		}
+	}
+	return answered == partitions
 }
 
 func (r *rig) topic(name string, partitions int32, settings ...string) {

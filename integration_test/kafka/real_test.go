@@ -102,12 +102,10 @@ func sharedRig(t testing.TB) *rig {
 }
 
 func TestConformanceApacheKafka(t *testing.T) {
-	t.Parallel()
 	conformance(t, realRig(t))
 }
 
 func TestConformanceOlderKafka(t *testing.T) {
-	t.Parallel()
 	conformance(t, realRigOf(t, "3.9"))
 }
 
