@@ -7,9 +7,9 @@
 //	err = d.Run(ctx)
 //
 // Run as many dispatchers as you like, in processes of their own or beside
-// other work. One owns the outbox's lanes by a lease and publishes; when it
-// stops, or dies, another takes over. Ownership rests on rows and works
-// through a transaction-pooling PgBouncer.
+// other work. They share the outbox's lanes evenly, each owning its own by a
+// lease; when one joins, stops or dies, the others give or take what is due.
+// Ownership rests on rows and works through a transaction-pooling PgBouncer.
 //
 // How far a lane has been published is remembered as a PostgreSQL snapshot, not as a
 // number: a poll reads exactly what has committed since, whatever the order in which
@@ -49,8 +49,11 @@ type Dispatcher struct {
 	home    atomic.Int64 // the database's origin
 	trouble *troubles
 
+	nudge chan struct{} // a lane has come to rest: see to it at once
+
 	mu    sync.Mutex
 	lanes map[int32]*lane
+	lost  int64 // lanes that were lost while they were being published
 }
 
 // New returns a dispatcher that reads the outbox through pool and publishes to
@@ -77,6 +80,7 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 		owner:   fmt.Sprintf("%s/%d/%s", host, os.Getpid(), postroom.NewID()),
 		began:   time.Now(),
 		trouble: &troubles{log: cfg.Logger, at: make(map[string]*trouble)},
+		nudge:   make(chan struct{}, 1),
 		lanes:   make(map[int32]*lane),
 	}, nil
 }
@@ -85,6 +89,31 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 // database, the broker, a topic that is away), or nil. It is safe for
 // concurrent use.
 func (d *Dispatcher) Health() error { return d.trouble.err() }
+
+// Lanes says which part of the outbox a dispatcher publishes.
+type Lanes struct {
+	// Held are the numbers of the lanes that are owned at present, ascending.
+	Held []int
+
+	// Lost counts the lanes that came to another dispatcher, or might have,
+	// while this one was publishing them: it was paused, or cut off from the
+	// database, for longer than its lease. Each may have repeated what was in
+	// flight, and nothing else.
+	Lost int64
+}
+
+// Lanes returns the dispatcher's share at present. It is safe for concurrent
+// use.
+func (d *Dispatcher) Lanes() Lanes {
+	var all Lanes
+	for _, l := range d.held() {
+		all.Held = append(all.Held, int(l.number))
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	all.Lost = d.lost
+	return all
+}
 
 // Run publishes until ctx ends, settles what is being published, gives its
 // lanes to other dispatchers and returns nil, or [ErrDrainTimeout]. It
@@ -150,91 +179,12 @@ func (d *Dispatcher) waitForServer(ctx context.Context) error {
 	return nil
 }
 
-// keep claims free lanes and renews the leases of those that are held, and
-// goes on renewing after ctx ends until the last of them has settled. It
-// then releases them.
-func (d *Dispatcher) keep(ctx, work context.Context) {
-	every := min(d.cfg.Lease/3, time.Second)
-	var renewed time.Time
-	for {
-		d.dropEnded(ctx)
-		if ctx.Err() != nil && d.allEnded() {
-			break
-		}
-		if held := d.held(); len(held) > 0 && time.Since(renewed) >= d.cfg.Lease/3 {
-			if d.renewAll(work, held) {
-				renewed = time.Now()
-			}
-		}
-		if ctx.Err() == nil {
-			d.claimFree(ctx, work)
-			wait(ctx, every)
-		} else {
-			wait(work, every/20+time.Millisecond)
-		}
-		if work.Err() != nil {
-			return // drain timeout: leases end by themselves
-		}
+// see has the keeper look after the lanes at once; it does not block.
+func (d *Dispatcher) see() {
+	select {
+	case d.nudge <- struct{}{}:
+	default:
 	}
-	if err := d.releaseAll(work, d.held()); err != nil {
-		d.trouble.set("release", err)
-	}
-}
-
-func (d *Dispatcher) claimFree(ctx, work context.Context) {
-	free, until, err := d.claim(ctx)
-	if ctx.Err() != nil && err != nil {
-		return
-	}
-	if err != nil {
-		d.trouble.set("lease", err)
-		return
-	}
-	d.trouble.clear("lease")
-	if len(free) > 0 {
-		home, err := d.readHome(work)
-		if err != nil {
-			d.trouble.set("lease", err)
-			return // the leases end, and are claimed again
-		}
-		d.home.Store(home)
-	}
-	for _, c := range free {
-		l := &lane{
-			d: d, number: c.Lane, fence: c.Fence,
-			wake: make(chan bool, 1), ended: make(chan struct{}),
-			fit: min(firstFit, d.cfg.PageSize),
-		}
-		l.lease.Store(int64(until.Sub(d.began)))
-		d.mu.Lock()
-		d.lanes[l.number] = l
-		d.mu.Unlock()
-		go l.run(ctx, work)
-	}
-}
-
-func (d *Dispatcher) readHome(ctx context.Context) (home int64, err error) {
-	err = d.pool.QueryRow(ctx, d.sql.home).Scan(&home)
-	return home, err
-}
-
-// renewAll extends the leases of lanes. What is no longer ours ends at once.
-func (d *Dispatcher) renewAll(work context.Context, lanes []*lane) bool {
-	ask := slices.DeleteFunc(slices.Clone(lanes), func(l *lane) bool { return l.stuck.Load() })
-	held, until, err := d.renew(work, ask)
-	if err != nil {
-		d.trouble.set("lease", err)
-		return false
-	}
-	for _, l := range ask {
-		if held[claimed{l.number, l.fence}] {
-			l.lease.Store(int64(until.Sub(d.began)))
-		} else {
-			l.lease.Store(0)
-			l.rouse(false)
-		}
-	}
-	return true
 }
 
 // clock is a monotonic clock, for leases.
@@ -260,16 +210,6 @@ func (d *Dispatcher) idleLanes() (lanes []*lane, states []*pollState) {
 		}
 	}
 	return lanes, states
-}
-
-// dropEnded forgets lanes that were lost and have come to rest. Those that
-// came to rest because ctx ended are kept, to be released.
-func (d *Dispatcher) dropEnded(ctx context.Context) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	maps.DeleteFunc(d.lanes, func(_ int32, l *lane) bool {
-		return l.hasEnded() && ctx.Err() == nil
-	})
 }
 
 func (d *Dispatcher) allEnded() bool { return len(d.running()) == 0 }

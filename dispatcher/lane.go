@@ -38,6 +38,8 @@ type lane struct {
 	stuck atomic.Bool               // a publish did not end: let the lease lapse
 	idle  atomic.Pointer[pollState] // what the poller asks for; nil: the lane is busy
 	wake  chan bool                 // true: append a row even if nothing has come
+	stop  context.CancelFunc        // ends run as Run's context does
+	gives atomic.Bool               // the lane is being given to another dispatcher
 	ended chan struct{}             // closed when run has returned
 
 	home   int64 // this database
@@ -75,7 +77,9 @@ func (l *lane) run(ctx, work context.Context) {
 		l.idle.Store(nil)
 		l.d.trouble.clear(l.name())
 		l.d.trouble.clear(l.broker())
+		l.stop()
 		close(l.ended)
+		l.d.see()
 	}()
 	retry := newBackoff(10*time.Millisecond, 5*time.Second)
 	started, force := false, false
@@ -111,6 +115,12 @@ func (l *lane) run(ctx, work context.Context) {
 	if started && l.held() && ctx.Err() != nil {
 		l.settle(work)
 	}
+}
+
+// give has the lane settle what is in flight and come to rest, to be released.
+func (l *lane) give() {
+	l.gives.Store(true)
+	l.stop()
 }
 
 // start settles what other databases left in the lane, then loads the cursor

@@ -11,17 +11,23 @@ import (
 // errLostLane means that another dispatcher owns the lane, or may.
 var errLostLane = errors.New("the lane has another owner")
 
-// claimLanes takes every lane whose lease has ended, but for $3: those whose
-// former run in this process has not come to its end. The fence goes up, which
-// makes each statement of the former owner a no-op.
+// claimLanes takes up to $4 lanes that are free: released, or their lease has
+// ended, or claimed by this dispatcher in a statement whose answer was lost. It
+// leaves out those whose former run in this process has not come to its end,
+// $3. The fence goes up, which makes each statement of the former owner a
+// no-op.
 const claimLanes = `
-UPDATE "postroom".outbox_lanes
-   SET fence = fence + 1, owner = $1::text, lease = clock_timestamp() + $2::interval
- WHERE lane IN (SELECT lane FROM "postroom".outbox_lanes
-                 WHERE (owner IS NULL OR lease < clock_timestamp()) AND lane <> ALL ($3::int4[])
-                 ORDER BY lane FOR UPDATE SKIP LOCKED)
-   AND NOT pg_is_in_recovery()
-RETURNING lane, fence`
+WITH free AS MATERIALIZED (
+    SELECT lane FROM "postroom".outbox_lanes
+     WHERE (owner IS NULL OR owner = $1::text OR lease < clock_timestamp())
+       AND lane <> ALL ($3::int4[])
+     ORDER BY lane LIMIT $4::int4 FOR UPDATE SKIP LOCKED
+)
+UPDATE "postroom".outbox_lanes l
+   SET fence = fence + 1, owner = $1, lease = clock_timestamp() + $2::interval
+  FROM free
+ WHERE l.lane = free.lane AND NOT pg_is_in_recovery()
+RETURNING l.lane, l.fence`
 
 // renewLanes extends the leases of the lanes that are still ours.
 const renewLanes = `
@@ -38,15 +44,27 @@ UPDATE "postroom".outbox_lanes l
   FROM unnest($2::int4[], $3::int8[]) held(lane, fence)
  WHERE l.lane = held.lane AND l.fence = held.fence AND l.owner = $1::text`
 
+// leaveLanes says that this dispatcher is gone and gives back whatever it owns,
+// what a claim without an answer has brought included, but for $2: what is still
+// being published.
+const leaveLanes = `
+WITH gone AS (
+    DELETE FROM "postroom".outbox_dispatchers WHERE owner = $1
+)
+UPDATE "postroom".outbox_lanes
+   SET owner = NULL, lease = NULL
+ WHERE owner = $1::text AND lane <> ALL ($2::int4[])`
+
 // claimed is a lane and the fence under which it is held.
 type claimed struct {
 	Lane  int32
 	Fence int64
 }
 
-func (d *Dispatcher) claim(ctx context.Context) (lanes []claimed, until time.Time, err error) {
-	until = time.Now().Add(d.cfg.Lease)
-	rows, err := d.pool.Query(ctx, d.sql.claim, d.owner, d.cfg.Lease, d.running())
+// claim takes up to most free lanes. The time is until when they are held.
+func (d *Dispatcher) claim(ctx context.Context, most int) (lanes []claimed, until time.Time, err error) {
+	until = time.Now().Add(d.cfg.Lease) // before asking: never later than the database's
+	rows, err := d.pool.Query(ctx, d.sql.claim, d.owner, d.cfg.Lease, d.running(), most)
 	if err != nil {
 		return nil, until, err
 	}
@@ -56,7 +74,7 @@ func (d *Dispatcher) claim(ctx context.Context) (lanes []claimed, until time.Tim
 
 // renew extends the leases of lanes and returns those that are still held.
 func (d *Dispatcher) renew(ctx context.Context, lanes []*lane) (held map[claimed]bool, until time.Time, err error) {
-	until = time.Now().Add(d.cfg.Lease) // before asking: never later than the database's
+	until = time.Now().Add(d.cfg.Lease)
 	numbers, fences := split(lanes)
 	rows, err := d.pool.Query(ctx, d.sql.renew, d.owner, d.cfg.Lease, numbers, fences)
 	if err != nil {
@@ -71,10 +89,7 @@ func (d *Dispatcher) renew(ctx context.Context, lanes []*lane) (held map[claimed
 	return held, until, err
 }
 
-func (d *Dispatcher) releaseAll(ctx context.Context, lanes []*lane) error {
-	if len(lanes) == 0 {
-		return nil
-	}
+func (d *Dispatcher) release(ctx context.Context, lanes []*lane) error {
 	numbers, fences := split(lanes)
 	_, err := d.pool.Exec(ctx, d.sql.release, d.owner, numbers, fences)
 	return err

@@ -50,11 +50,11 @@ func TestStressWithCrashes(t *testing.T) {
 	})
 }
 
-// chaos runs two dispatchers and mistreats them.
+// chaos runs three dispatchers and mistreats them.
 type chaos struct {
 	rng    *rand.Rand
 	config childConfig
-	slots  [2]*child
+	slots  [3]*child
 	named  int
 	counts map[string]int
 }
@@ -90,6 +90,7 @@ func (c *chaos) run(t *testing.T, ctx context.Context) {
 		case 2:
 			c.counts["stopped"]++
 			c.slots[i].stop(t)
+			pause(ctx, time.Duration(c.rng.IntN(1000))*time.Millisecond)
 			c.start(t, i)
 		case 3:
 			c.counts["paused"]++

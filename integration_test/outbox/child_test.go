@@ -10,6 +10,8 @@ import (
 	"os"
 	osexec "os/exec"
 	"os/signal"
+	"slices"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -69,13 +71,26 @@ func runChild() error {
 	if err != nil {
 		return err
 	}
-	return d.Run(ctx)
+	err = d.Run(ctx)
+	fmt.Fprintf(os.Stderr, "lost=%d\n", d.Lanes().Lost)
+	return err
 }
 
 // child is a dispatcher in another process.
 type child struct {
+	name string
 	cmd  *osexec.Cmd
 	done chan error
+
+	mu    sync.Mutex
+	lines []string // what it has written to its standard error
+}
+
+// said reports whether the process has written a line.
+func (p *child) said(line string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Contains(p.lines, line)
 }
 
 func startChild(t testing.TB, c childConfig) *child {
@@ -100,10 +115,13 @@ func startChild(t testing.TB, c childConfig) *child {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	p := &child{cmd: cmd, done: make(chan error, 1)}
+	p := &child{name: c.Name, cmd: cmd, done: make(chan error, 1)}
 	go func() {
 		lines := bufio.NewScanner(stderr)
 		for lines.Scan() {
+			p.mu.Lock()
+			p.lines = append(p.lines, lines.Text())
+			p.mu.Unlock()
 			if testing.Verbose() {
 				fmt.Fprintf(os.Stderr, "%s: %s\n", c.Name, lines.Text())
 			}

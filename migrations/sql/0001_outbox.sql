@@ -1,4 +1,5 @@
--- The outbox: messages, lanes, cursors, scheduled and parked messages.
+-- The outbox: messages, lanes and who owns them, cursors, scheduled and parked
+-- messages.
 -- "postroom" is the schema; another name replaces it where it stands in double
 -- quotes, see the comment of package migrations.
 
@@ -67,6 +68,16 @@ CREATE TABLE "postroom".outbox_lanes (
 ) WITH (fillfactor = 50);
 INSERT INTO "postroom".outbox_lanes (lane, generation)
 SELECT 1000 + n, 1 FROM generate_series(0, 3) n;
+
+-- The dispatchers that are there to own lanes, each until its lease ends. The
+-- earlier ones have the larger share where lanes do not divide evenly.
+CREATE TABLE "postroom".outbox_dispatchers (
+    owner       text        PRIMARY KEY CHECK (owner <> ''),
+    joined_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    lease       timestamptz NOT NULL,
+    wants       integer     NOT NULL DEFAULT 0 CHECK (wants >= 0),
+    wants_until timestamptz NOT NULL DEFAULT '-infinity'
+) WITH (fillfactor = 50);
 
 -- How far a lane has been published: everything before prev is settled, what
 -- lies between prev and until is being published and is settled up to last_id.
