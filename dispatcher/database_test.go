@@ -111,11 +111,16 @@ func TestCase_B29_DatabaseAway(t *testing.T) {
 	}
 }
 
-// tracer counts statements.
-type tracer struct{ n atomic.Int64 }
+// tracer counts statements that contain part.
+type tracer struct {
+	part string
+	n    atomic.Int64
+}
 
-func (c *tracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
-	c.n.Add(1)
+func (c *tracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	if strings.Contains(data.SQL, c.part) {
+		c.n.Add(1)
+	}
 	return ctx
 }
 

@@ -19,6 +19,7 @@ type keeper struct {
 	joined    time.Time     // when it last said so
 	renewed   time.Time     // when the lanes' leases were last extended
 	unclaimed int           // looks in a row that have seen free lanes
+	swept     time.Time     // when drained lanes were last looked through
 	stopping  bool          // the last turn has seen that Run is to return
 }
 
@@ -150,7 +151,7 @@ func (k *keeper) leave(work context.Context) {
 }
 
 // settled returns the lanes that have come to rest and are still held, and
-// removes those that were lost.
+// removes those that were lost, and those that are drained.
 func (d *Dispatcher) settled() (held, lost []*lane) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -158,6 +159,8 @@ func (d *Dispatcher) settled() (held, lost []*lane) {
 		l := d.lanes[n]
 		switch {
 		case !l.hasEnded():
+		case l.drained:
+			delete(d.lanes, n)
 		case l.held() && !l.stuck.Load():
 			held = append(held, l)
 		default:

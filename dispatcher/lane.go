@@ -40,7 +40,10 @@ type lane struct {
 	wake  chan bool                 // true: append a row even if nothing has come
 	stop  context.CancelFunc        // ends run as Run's context does
 	gives atomic.Bool               // the lane is being given to another dispatcher
+	ends  atomic.Bool               // its generation ends: it is to be drained
 	ended chan struct{}             // closed when run has returned
+
+	drained bool // for good; read after ended
 
 	home   int64 // this database
 	origin int64 // the one whose messages are being published
@@ -90,9 +93,14 @@ func (l *lane) run(ctx, work context.Context) {
 			started = err == nil
 		}
 		if started {
-			err = l.publishAll(ctx, work, force)
+			err = l.publishAll(ctx, work, force || l.ends.Load())
+		}
+		if err == nil && l.ends.Load() {
+			err = l.drain(work)
 		}
 		switch {
+		case l.drained:
+			return
 		case err == nil:
 			l.d.trouble.clear(l.name())
 			retry.Reset()

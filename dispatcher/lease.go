@@ -12,7 +12,8 @@ import (
 var errLostLane = errors.New("the lane has another owner")
 
 // claimLanes takes up to $4 lanes that are free: released, or their lease has
-// ended, or claimed by this dispatcher in a statement whose answer was lost. It
+// ended, or claimed by this dispatcher in a statement whose answer was lost. No
+// lane of a generation is free before all of the former one are drained. It
 // leaves out those whose former run in this process has not come to its end,
 // $3. The fence goes up, which makes each statement of the former owner a
 // no-op.
@@ -20,7 +21,8 @@ const claimLanes = `
 WITH free AS MATERIALIZED (
     SELECT lane FROM "postroom".outbox_lanes
      WHERE (owner IS NULL OR owner = $1::text OR lease < clock_timestamp())
-       AND lane <> ALL ($3::int4[])
+       AND lane <> ALL ($3::int4[]) AND drained_at IS NULL
+       AND generation = (SELECT min(generation) FROM "postroom".outbox_lanes WHERE drained_at IS NULL)
      ORDER BY lane LIMIT $4::int4 FOR UPDATE SKIP LOCKED
 )
 UPDATE "postroom".outbox_lanes l

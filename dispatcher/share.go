@@ -7,13 +7,15 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// lookAround counts who is there, what they ask for and which lanes are free: as
-// [claimLanes] sees it.
+// lookAround counts who is there, what they ask for and, of the generation of
+// lanes whose turn it is, which are free: as [claimLanes] sees it.
 const lookAround = `
 WITH living AS MATERIALIZED (
     SELECT owner, joined_at, CASE WHEN wants_until > clock_timestamp() THEN wants ELSE 0 END AS wants
       FROM "postroom".outbox_dispatchers
      WHERE lease > clock_timestamp()
+), turn AS MATERIALIZED (
+    SELECT min(generation) AS generation FROM "postroom".outbox_lanes WHERE drained_at IS NULL
 )
 SELECT (SELECT count(*) FROM living),
        (SELECT count(*) FROM living l, living me
@@ -21,8 +23,11 @@ SELECT (SELECT count(*) FROM living),
        EXISTS (SELECT FROM living WHERE owner = $1),
        (SELECT coalesce(sum(wants), 0) FROM living WHERE owner <> $1),
        count(*),
-       count(*) FILTER (WHERE owner IS NULL OR lease < clock_timestamp() OR owner = $1 AND lane <> ALL ($2::int4[]))
-  FROM "postroom".outbox_lanes`
+       count(*) FILTER (WHERE drained_at IS NULL AND (owner IS NULL OR lease < clock_timestamp()
+                              OR owner = $1 AND lane <> ALL ($2::int4[]))),
+       (SELECT max(generation) FROM "postroom".outbox_generations) > (SELECT generation FROM turn),
+       (SELECT min(generation) FROM "postroom".outbox_lanes) < (SELECT generation FROM turn)
+  FROM "postroom".outbox_lanes WHERE generation = (SELECT generation FROM turn)`
 
 // standing is what a look around shows.
 type standing struct {
@@ -30,8 +35,10 @@ type standing struct {
 	Earlier int  // of those, how many joined before this one
 	Present bool // whether this one is among them
 	Wanted  int  // lanes that the others ask for
-	Lanes   int
+	Lanes   int  // of the generation whose turn it is, drained ones included
 	Free    int
+	Ending  bool // a newer generation waits until this one is drained
+	Drained bool // lanes of older generations are kept for their messages
 }
 
 func (d *Dispatcher) look(ctx context.Context) (standing, error) {
@@ -92,6 +99,16 @@ func (k *keeper) share(ctx, work, step context.Context) error {
 		return err
 	}
 	held := k.d.staying()
+	if s.Ending {
+		for _, l := range held {
+			l.end()
+		}
+	}
+	if s.Drained {
+		if err := k.sweep(step); err != nil {
+			return err
+		}
+	}
 	missing := s.quota() - len(held)
 	if missing > 0 && s.Free > 0 {
 		n, err := k.claim(ctx, work, step, missing)

@@ -68,7 +68,12 @@ func waitShares(t testing.TB, members []member, want ...int) {
 func TestLanesAreSharedEvenly(t *testing.T) {
 	pgtest.Each(t, func(t *testing.T, s *pgtest.Server) {
 		pool := s.New(t)
-		r := &recorder{}
+		r := &recorder{before: func(ctx context.Context, _ []postroom.Message) {
+			select { // something is in flight most of the time
+			case <-time.After(5 * time.Millisecond):
+			case <-ctx.Done():
+			}
+		}}
 		cfg := dispatcher.Config{PageSize: 20, PublishTimeout: 2 * time.Second, Lease: 6 * time.Second}
 		writing, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
@@ -77,6 +82,12 @@ func TestLanesAreSharedEvenly(t *testing.T) {
 			for writing.Err() == nil {
 				write(t, pool, numbered("orders", 30, written, 30)...)
 				written += 30
+				for writing.Err() == nil && len(r.messages()) < written-600 {
+					select {
+					case <-time.After(time.Millisecond):
+					case <-writing.Done():
+					}
+				}
 			}
 		})
 		var members []member
@@ -128,8 +139,8 @@ func TestJoiningIsQuick(t *testing.T) {
 // left to them: neither one that is held nor one that is free.
 func TestLanesAreNotLeftToTheDead(t *testing.T) {
 	pool := pgtest.New(t)
-	d := join(t, pool, &recorder{}, dispatcher.Config{})
-	waitShares(t, []member{d}, 4)
+	first := join(t, pool, &recorder{}, dispatcher.Config{})
+	waitShares(t, []member{first}, 4)
 	_, err := pool.Exec(t.Context(), `
 		INSERT INTO postroom.outbox_dispatchers (owner, lease, joined_at, wants, wants_until)
 		SELECT 'dead' || g, clock_timestamp() + '1 hour', clock_timestamp() - '1 hour'::interval, 4, clock_timestamp()
@@ -137,20 +148,28 @@ func TestLanesAreNotLeftToTheDead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	again := join(t, pool, &recorder{}, dispatcher.Config{}) // the fifth: it has no share
-	eventually(t, 10*time.Second, func() string {
-		var n int
-		err := pool.QueryRow(t.Context(), `SELECT count(*) FROM postroom.outbox_dispatchers WHERE owner NOT LIKE 'dead%'`).Scan(&n)
-		if err != nil || n != 2 {
-			return fmt.Sprint("the second has not joined: ", n, err)
+	cfg := pool.Config()
+	looks := &tracer{part: "wants_until > clock_timestamp()"}
+	cfg.ConnConfig.Tracer = looks
+	traced, err := pgxpool.NewWithConfig(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(traced.Close)
+	second := join(t, traced, &recorder{}, dispatcher.Config{}) // the fifth: it has no share
+	eventually(t, 20*time.Second, func() string {
+		if n := looks.n.Load(); n < 4 { // by then the first has looked too
+			return fmt.Sprint("it has looked around ", n, " times")
 		}
 		return ""
 	})
-	if n := len(d.Lanes().Held); n != 4 {
-		t.Errorf("it has given %d lanes to the dead", 4-n)
+	waitShares(t, []member{first, second}, 4, 0)
+	var fence int
+	if err := pool.QueryRow(t.Context(), `SELECT max(fence) FROM postroom.outbox_lanes`).Scan(&fence); err != nil || fence != 1 {
+		t.Errorf("fence %d, %v: the first gave lanes to the dead", fence, err)
 	}
-	d.stop()
-	waitShares(t, []member{again}, 4)
+	first.stop()
+	waitShares(t, []member{second}, 4)
 }
 
 // A claim that a stop cuts off leaves no lane owned, whenever the stop comes.

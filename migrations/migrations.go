@@ -55,7 +55,7 @@ type Config struct {
 
 	// Lanes is the number of independent streams of the outbox that a new
 	// installation gets, 1 to 256. Default 4. It changes nothing on an
-	// existing one.
+	// existing one: see [SetLanes].
 	Lanes int
 }
 
@@ -71,8 +71,8 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Lanes == 0 {
 		c.Lanes = defaultLanes
 	}
-	if c.Lanes < 1 || c.Lanes > 256 {
-		errs = append(errs, fmt.Errorf("migrations: Config.Lanes is %d, want 1 to 256", c.Lanes))
+	if c.Lanes < 1 || c.Lanes > maxLanes {
+		errs = append(errs, fmt.Errorf("migrations: Config.Lanes is %d, want 1 to %d", c.Lanes, maxLanes))
 	}
 	return c, errors.Join(errs...)
 }
@@ -145,9 +145,10 @@ CREATE TABLE IF NOT EXISTS "postroom".migrations (
 	selectApplied = `SELECT version, applied_at FROM "postroom".migrations ORDER BY version`
 	insertApplied = `INSERT INTO "postroom".migrations (version, name) VALUES ($1, $2)`
 
-	// setLanes turns the four lanes that the first file makes into another number.
-	setLanes = `
+	// firstLanes turns the four lanes that the first file makes into another number.
+	firstLanes = `
 ALTER TABLE "postroom".outbox_messages ALTER COLUMN lanes SET DEFAULT %d;
+UPDATE "postroom".outbox_generations SET lanes = %[1]d;
 DELETE FROM "postroom".outbox_lanes;
 INSERT INTO "postroom".outbox_lanes (lane, generation) SELECT 1000 + n, 1 FROM generate_series(0, %[1]d - 1) n`
 )
@@ -188,7 +189,7 @@ func up(ctx context.Context, tx pgx.Tx, cfg Config) (done []Migration, err error
 			return nil, fmt.Errorf("%04d_%s: %w", k.Version, k.Name, err)
 		}
 		if k.Version == 1 && cfg.Lanes != defaultLanes {
-			if _, err := tx.Exec(ctx, inSchema(fmt.Sprintf(setLanes, cfg.Lanes), cfg.Schema)); err != nil {
+			if _, err := tx.Exec(ctx, inSchema(fmt.Sprintf(firstLanes, cfg.Lanes), cfg.Schema)); err != nil {
 				return nil, fmt.Errorf("lanes: %w", err)
 			}
 		}

@@ -196,6 +196,13 @@ func TestCase_B04_HungPublisherGivesUpTheLane(t *testing.T) {
 		defer close(release)
 		write(t, pool, numbered(3, 0, 100)...)
 		waitNumbers(t, r, 0, 100)
+		// It keeps away, lest lanes be left to it.
+		eventually(t, waitTime, func() string {
+			if n := scan[int](t, pool, `SELECT count(*) FROM "postroom".outbox_dispatchers`); n != 1 {
+				return fmt.Sprintf("%d dispatchers are there, want one", n)
+			}
+			return ""
+		})
 		if n := len(hung.messages()); n != 0 {
 			t.Errorf("the hung publisher stored %d messages", n)
 		}

@@ -57,14 +57,31 @@ CREATE TABLE "postroom".outbox_messages (
 ALTER SEQUENCE "postroom".outbox_messages_id_seq OWNED BY "postroom".outbox_messages.id;
 CREATE INDEX outbox_messages_xid ON "postroom".outbox_messages (lane, origin, xid, id);
 
--- One row per lane: which dispatcher owns it, under which fence, until when.
+-- The generations of lanes. A message belongs to the one that the columns'
+-- defaults named when it was written. former is a snapshot that had seen all
+-- that was ever written to the generation before.
+CREATE TABLE "postroom".outbox_generations (
+    generation smallint    PRIMARY KEY CHECK (generation > 0),
+    lanes      smallint    NOT NULL CHECK (lanes BETWEEN 1 AND 256),
+    origin     bigint,
+    former     pg_snapshot,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK ((generation = 1) = (former IS NULL) AND (former IS NULL) = (origin IS NULL))
+);
+INSERT INTO "postroom".outbox_generations (generation, lanes) VALUES (1, 4);
+
+-- One row per lane: which dispatcher owns it, under which fence, until when. A
+-- lane of a former generation is drained for good once all of it is settled; its
+-- row stays as long as its messages are kept.
 CREATE TABLE "postroom".outbox_lanes (
     lane       integer     PRIMARY KEY,
     generation smallint    NOT NULL,
     fence      bigint      NOT NULL DEFAULT 0 CHECK (fence >= 0),
     owner      text        CHECK (owner <> ''),
     lease      timestamptz,
-    CHECK ((owner IS NULL) = (lease IS NULL))
+    drained_at timestamptz CHECK (drained_at IS NULL OR owner IS NULL),
+    CHECK ((owner IS NULL) = (lease IS NULL)),
+    CHECK (lane / 1000 = generation)
 ) WITH (fillfactor = 50);
 INSERT INTO "postroom".outbox_lanes (lane, generation)
 SELECT 1000 + n, 1 FROM generate_series(0, 3) n;
