@@ -152,11 +152,13 @@ func TestStaleOwnerChangesNoRow(t *testing.T) {
 		args := beginArgs(lane, origin)
 		identity := func(more ...any) []any { return append(slices.Clone(args[:10]), more...) }
 		first := scan[int64](t, pool, `SELECT min(id) FROM "postroom".outbox_messages`)
+		exec(t, pool, `INSERT INTO "postroom".outbox_generations (generation, lanes, origin, former) VALUES (2, 4, $1, '1:1:')`, origin)
 		statements := map[string][]any{
 			"beginDifference": args,
 			"advanceCursor":   identity(int64(5), origin),
 			"closeOrigin":     identity(origin),
 			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}),
+			"drainLane":       identity(),
 			"renewLanes":      {"test", time.Minute, []int64{lane}, []int64{7}},
 			"releaseLanes":    {"test", []int64{lane}, []int64{7}},
 		}

@@ -36,7 +36,8 @@ type stress struct {
 	seed uint64
 	box  outbox.Outbox
 
-	crashes bool // errors are expected
+	crashes bool             // errors are expected
+	hashes  map[string]int32 // of the keys; where set, writers differ in isolation and statements
 
 	transactions, rollbacks, savepoints, prepared atomic.Int64
 }
@@ -166,11 +167,15 @@ func stressMessage(key string, n int, doomed bool) postroom.Message {
 // writer runs random transactions until ctx ends.
 func (st *stress) writer(t *testing.T, ctx context.Context, number int) {
 	rng := rand.New(rand.NewPCG(st.seed, uint64(number)))
+	var options pgx.TxOptions
+	if st.hashes != nil && number%3 == 0 {
+		options.IsoLevel = pgx.RepeatableRead
+	}
 	for ctx.Err() == nil {
-		err := pgx.BeginFunc(ctx, st.pool, func(tx pgx.Tx) error { return st.transaction(ctx, tx, rng) })
+		err := pgx.BeginTxFunc(ctx, st.pool, options, func(tx pgx.Tx) error { return st.transaction(ctx, tx, rng) })
 		st.transactions.Add(1)
 		switch {
-		case errors.Is(err, errRollback):
+		case errors.Is(err, errRollback), options.IsoLevel != "" && isCode(err, "40001"):
 			st.rollbacks.Add(1)
 		case err != nil && st.crashes:
 			pause(ctx, 20*time.Millisecond)
@@ -209,8 +214,10 @@ func (st *stress) transaction(ctx context.Context, tx pgx.Tx, rng *rand.Rand) er
 			n = 40
 		}
 		var err error
-		switch rng.IntN(4) {
-		case 0: // a savepoint that is rolled back, then one that is not
+		switch form := rng.IntN(4); {
+		case form == 1 && st.hashes != nil && !doomed:
+			err = st.writeAtOnce(ctx, tx, key)
+		case form == 0: // a savepoint that is rolled back, then one that is not
 			st.savepoints.Add(1)
 			err = pgx.BeginFunc(ctx, tx, func(tx pgx.Tx) error {
 				return errors.Join(st.write(ctx, tx, key, n, true), errRollback)
