@@ -36,7 +36,7 @@ type sql struct {
 	check, load, first, origins, home                       string
 	look, join, want, absent, claim, renew, release, leave  string
 	poll, begin, close, advance, bounds, pageA, pageB, thin string
-	behind, park, due, drain, sweep                         string
+	behind, park, due, drain, sweep, suspect                string
 }
 
 func newSQL(schema string) sql {
@@ -47,7 +47,7 @@ func newSQL(schema string) sql {
 		load: in(loadCursor), first: in(firstCursor), origins: in(otherOrigins), home: in(`SELECT "postroom".origin()`),
 		poll: in(pollLanes), begin: in(beginDifference), close: in(closeOrigin), advance: in(advanceCursor),
 		bounds: in(differenceBounds), pageA: in(differencePageA), pageB: in(differencePageB), thin: in(thinCursors),
-		behind: in(keysBehind), park: in(parkMessages), due: in(moveDue), drain: in(drainLane), sweep: in(sweepLanes),
+		behind: in(keysBehind), park: in(parkMessages), due: in(moveDue), drain: in(drainLane), sweep: in(sweepLanes), suspect: in(suspectMessage),
 	}
 }
 

@@ -51,6 +51,8 @@ type Dispatcher struct {
 
 	nudge chan struct{} // a lane has come to rest: see to it at once
 
+	publishing sync.RWMutex // held alone while a message is suspected of killing the process
+
 	mu    sync.Mutex
 	lanes map[int32]*lane
 	lost  int64 // lanes that were lost while they were being published

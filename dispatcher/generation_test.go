@@ -2,6 +2,7 @@ package dispatcher_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"sync"
@@ -217,7 +218,7 @@ func TestWritersTakeTheNewLanes(t *testing.T) {
 					}
 					return context.Canceled
 				})
-				if err != context.Canceled {
+				if !errors.Is(err, context.Canceled) {
 					t.Fatal(err)
 				}
 				all = append(all, open{tx, sql, string(level) + " " + name})

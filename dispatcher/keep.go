@@ -108,7 +108,7 @@ func (k *keeper) renew(step context.Context) error {
 	}
 	k.renewed = began
 	for _, l := range ask {
-		if held[claimed{l.number, l.fence}] {
+		if held[holding{l.number, l.fence}] {
 			l.lease.Store(int64(until.Sub(k.d.began)))
 		} else {
 			l.lease.Store(0)

@@ -55,8 +55,13 @@ type lane struct {
 	parked     bool  // the lane has parked messages
 	fit        int   // messages that are expected to fit into a page's bytes
 	lastAppend time.Time
-	thinnedTo  int64
-	lastThin   time.Time
+
+	starts  int  // owners in a row that may have died of a message: see poison.go
+	careful bool // progress is recorded after every page
+	alone   bool // the next call is of a suspect and has d.publishing for itself
+
+	thinnedTo int64
+	lastThin  time.Time
 }
 
 // pollState is what a poll needs to know of an idle lane.
@@ -147,7 +152,13 @@ func (l *lane) start(ctx, work context.Context) error {
 	if err := l.d.pool.QueryRow(work, l.d.sql.home).Scan(&l.origin); err != nil {
 		return err
 	}
-	return l.load(work)
+	if err := l.load(work); err != nil {
+		return err
+	}
+	if l.published { // nobody can have died of what was not being published
+		return l.clear(work, 0)
+	}
+	return nil
 }
 
 // closeOther publishes what another database wrote and had not settled when
@@ -203,6 +214,7 @@ func (l *lane) publishAll(ctx, work context.Context, force bool) error {
 			l.published = true
 		}
 		if len(msgs) < smallDifference {
+			l.careful = false
 			return nil
 		}
 	}
@@ -211,6 +223,11 @@ func (l *lane) publishAll(ctx, work context.Context, force bool) error {
 // publishPages publishes the rest of the lane's difference, reading one page
 // ahead.
 func (l *lane) publishPages(ctx, work context.Context) error {
+	if l.starts >= narrowFrom {
+		if err := l.publishSingly(ctx, work); err != nil || l.published {
+			return err
+		}
+	}
 	l.done = l.cur.lastID
 	r, err := l.newReader(work)
 	if err != nil {
@@ -254,7 +271,7 @@ func (l *lane) publishPages(ctx, work context.Context) error {
 			return err
 		}
 		l.done = p.msgs[len(p.msgs)-1].id
-		if time.Since(l.lastAppend) >= appendEvery {
+		if l.careful || time.Since(l.lastAppend) >= appendEvery {
 			if err := l.advance(work, l.done); err != nil {
 				return err
 			}

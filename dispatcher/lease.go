@@ -17,6 +17,9 @@ var errLostLane = errors.New("the lane has another owner")
 // leaves out those whose former run in this process has not come to its end,
 // $3. The fence goes up, which makes each statement of the former owner a
 // no-op.
+//
+// An owner that has not released the lane may have died of one of its messages,
+// and is counted: see poison.go.
 const claimLanes = `
 WITH free AS MATERIALIZED (
     SELECT lane FROM "postroom".outbox_lanes
@@ -26,10 +29,14 @@ WITH free AS MATERIALIZED (
      ORDER BY lane LIMIT $4::int4 FOR UPDATE SKIP LOCKED
 )
 UPDATE "postroom".outbox_lanes l
-   SET fence = fence + 1, owner = $1, lease = clock_timestamp() + $2::interval
+   SET fence = fence + 1, owner = $1, lease = clock_timestamp() + $2::interval,
+       starts = CASE WHEN owner IS NULL OR owner = $1 THEN starts
+                     WHEN starts < 2 OR suspect THEN least(starts + 1, 100)
+                     ELSE starts END,
+       suspect = false
   FROM free
  WHERE l.lane = free.lane AND NOT pg_is_in_recovery()
-RETURNING l.lane, l.fence`
+RETURNING l.lane, l.fence, l.starts`
 
 // renewLanes extends the leases of the lanes that are still ours.
 const renewLanes = `
@@ -57,10 +64,17 @@ UPDATE "postroom".outbox_lanes
    SET owner = NULL, lease = NULL
  WHERE owner = $1::text AND lane <> ALL ($2::int4[])`
 
-// claimed is a lane and the fence under which it is held.
+// holding is a lane and the fence under which it is held.
+type holding struct {
+	lane  int32
+	fence int64
+}
+
+// claimed is a lane that was claimed.
 type claimed struct {
-	Lane  int32
-	Fence int64
+	Lane   int32
+	Fence  int64
+	Starts int
 }
 
 // claim takes up to most free lanes. The time is until when they are held.
@@ -75,17 +89,17 @@ func (d *Dispatcher) claim(ctx context.Context, most int) (lanes []claimed, unti
 }
 
 // renew extends the leases of lanes and returns those that are still held.
-func (d *Dispatcher) renew(ctx context.Context, lanes []*lane) (held map[claimed]bool, until time.Time, err error) {
+func (d *Dispatcher) renew(ctx context.Context, lanes []*lane) (held map[holding]bool, until time.Time, err error) {
 	until = time.Now().Add(d.cfg.Lease)
 	numbers, fences := split(lanes)
 	rows, err := d.pool.Query(ctx, d.sql.renew, d.owner, d.cfg.Lease, numbers, fences)
 	if err != nil {
 		return nil, until, err
 	}
-	held = make(map[claimed]bool)
-	var c claimed
-	_, err = pgx.ForEachRow(rows, []any{&c.Lane, &c.Fence}, func() error {
-		held[c] = true
+	held = make(map[holding]bool)
+	var h holding
+	_, err = pgx.ForEachRow(rows, []any{&h.lane, &h.fence}, func() error {
+		held[h] = true
 		return nil
 	})
 	return held, until, err

@@ -104,6 +104,8 @@ func cmpErr(err, otherwise error) error {
 // return by its deadline loses the lane: another dispatcher may go on with it,
 // this one must not, since messages of the same keys are outstanding.
 func (l *lane) call(work context.Context, page []entry) ([]broker.Result, error) {
+	leave := l.enter()
+	defer leave()
 	timeout := min(l.d.cfg.PublishTimeout, l.left())
 	if timeout <= 0 || l.stuck.Load() {
 		return nil, errLostLane
@@ -121,8 +123,13 @@ func (l *lane) call(work context.Context, page []entry) ([]broker.Result, error)
 	var results []broker.Result
 	select {
 	case results = <-returned:
+		if err := l.returned(work); err != nil {
+			return nil, err
+		}
 	case <-grace.C:
 		l.stuck.Store(true)
+		_ = l.returned(work) // it hangs, and the process lives; at worst this is not known
+		leave()
 		l.d.trouble.set(l.broker(), fmt.Errorf("the publisher has not returned %v after its deadline; the lane is given up", l.d.cfg.PublishTimeout/2))
 		select {
 		case <-returned:

@@ -152,7 +152,7 @@ func (k *keeper) claim(ctx, work, step context.Context, most int) (int, error) {
 		l := &lane{
 			d: d, number: c.Lane, fence: c.Fence,
 			wake: make(chan bool, 1), stop: stop, ended: make(chan struct{}),
-			fit: min(firstFit, d.cfg.PageSize),
+			fit: min(firstFit, d.cfg.PageSize), starts: c.Starts, careful: c.Starts > 0,
 		}
 		l.lease.Store(int64(until.Sub(d.began)))
 		d.mu.Lock()

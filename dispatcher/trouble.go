@@ -19,6 +19,7 @@ func (l *lane) attr() slog.Attr     { return slog.Int("lane", int(l.number)) }
 func errorAttr(err error) slog.Attr { return slog.Any("error", err) }
 func topicAttr(t string) slog.Attr  { return slog.String("topic", t) }
 func idAttr(id string) slog.Attr    { return slog.String("message_id", id) }
+func countAttr(n int) slog.Attr     { return slog.Int("count", n) }
 
 // troubles holds what is wrong at present, by place. It logs a trouble when it
 // begins and once a minute while it lasts, whatever the number of failures,

@@ -69,17 +69,15 @@ const (
 
 	setLaneTimeouts = `SELECT set_config('lock_timeout', $1, true), set_config('synchronous_commit', 'on', true)`
 
-	// lockMessages waits for all who have written to the former lanes: their
-	// locks last until they have ended. What is written after it takes the new
+	// alterLanes waits for all who have written to the former lanes: their locks
+	// last until they have ended. What is written after it takes the new
 	// defaults, whatever snapshot its transaction has and whoever planned it
 	// when.
-	lockMessages = `LOCK TABLE "postroom".outbox_messages IN ACCESS EXCLUSIVE MODE`
-
 	alterLanes = `
 ALTER TABLE "postroom".outbox_messages
       ALTER COLUMN generation SET DEFAULT %d, ALTER COLUMN lanes SET DEFAULT %d`
 
-	// insertGeneration takes its snapshot when the lock is held.
+	// insertGeneration takes its snapshot while alterLanes' lock is held.
 	insertGeneration = `
 WITH made AS (
     INSERT INTO "postroom".outbox_generations (generation, lanes, origin, former)
@@ -102,9 +100,6 @@ func setLanes(ctx context.Context, tx pgx.Tx, lanes int, patience time.Duration,
 	}
 	if present == lanes {
 		return nil
-	}
-	if _, err := tx.Exec(ctx, inSchema(lockMessages, schema)); err != nil {
-		return err
 	}
 	if _, err := tx.Exec(ctx, inSchema(fmt.Sprintf(alterLanes, generation+1, lanes), schema)); err != nil {
 		return err

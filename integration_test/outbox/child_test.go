@@ -10,7 +10,6 @@ import (
 	"os"
 	osexec "os/exec"
 	"os/signal"
-	"slices"
 	"sync"
 	"syscall"
 	"testing"
@@ -33,6 +32,8 @@ type childConfig struct {
 	Lease              time.Duration
 	Fail               int
 	Delay              time.Duration
+	Exit               string // the id of a message that ends the process
+	Away               bool   // the broker takes nothing
 }
 
 func childMain() int {
@@ -58,7 +59,7 @@ func runChild() error {
 	if err != nil {
 		return err
 	}
-	j.fail, j.delay = c.Fail, c.Delay
+	j.fail, j.delay, j.exit, j.away = c.Fail, c.Delay, c.Exit, c.Away
 	pool, err := pgxpool.New(ctx, c.URL)
 	if err != nil {
 		return err
@@ -87,11 +88,7 @@ type child struct {
 }
 
 // said reports whether the process has written a line.
-func (p *child) said(line string) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return slices.Contains(p.lines, line)
-}
+func (p *child) said(line string) bool { return p.count(line) > 0 }
 
 func startChild(t testing.TB, c childConfig) *child {
 	t.Helper()
@@ -130,6 +127,29 @@ func startChild(t testing.TB, c childConfig) *child {
 	}()
 	t.Cleanup(func() { p.kill() })
 	return p
+}
+
+// count returns how often the process has written a line.
+func (p *child) count(line string) (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, l := range p.lines {
+		if l == line {
+			n++
+		}
+	}
+	return n
+}
+
+// ended reports whether the process has ended.
+func (p *child) ended() bool {
+	select {
+	case err := <-p.done:
+		p.done <- err
+		return true
+	default:
+		return false
+	}
 }
 
 // kill ends the process as a power cut does.

@@ -2,6 +2,7 @@ package outbox_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -32,6 +33,8 @@ type journal struct {
 	file  *os.File
 	fail  int           // every n-th message is unreachable; 0: none
 	delay time.Duration // per call
+	exit  string        // a message with this id ends the process
+	away  bool          // nothing is stored
 
 	mu    sync.Mutex
 	calls int
@@ -54,6 +57,9 @@ func (j *journal) Publish(ctx context.Context, msgs []postroom.Message) []broker
 		case <-ctx.Done():
 		}
 	}
+	if j.away {
+		fmt.Fprintln(os.Stderr, "away")
+	}
 	j.mu.Lock()
 	j.calls++
 	call := j.calls
@@ -64,6 +70,9 @@ func (j *journal) Publish(ctx context.Context, msgs []postroom.Message) []broker
 		key := [2]string{m.Topic, m.Key}
 		if m.HasKey() && failed[key] {
 			continue
+		}
+		if m.ID == j.exit {
+			os.Exit(3)
 		}
 		if err := j.store(ctx, line{j.by, call, m}); err != nil {
 			failed[key] = true
@@ -76,8 +85,8 @@ func (j *journal) Publish(ctx context.Context, msgs []postroom.Message) []broker
 }
 
 func (j *journal) store(ctx context.Context, l line) error {
-	if ctx.Err() != nil {
-		return ctx.Err()
+	if ctx.Err() != nil || j.away {
+		return cmp.Or(ctx.Err(), errAway)
 	}
 	text, err := json.Marshal(l)
 	if err != nil {

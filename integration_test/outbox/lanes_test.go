@@ -56,6 +56,28 @@ func TestDrainedUpToTheSnapshot(t *testing.T) {
 	})
 }
 
+// TestGenerationsInTurn: as long as a lane of a generation is not drained, owned
+// or not, none of the next is claimed.
+func TestGenerationsInTurn(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		pool := connect(t, s.database(t))
+		if err := migrations.SetLanes(t.Context(), pool, 2, migrations.Config{}); err != nil {
+			t.Fatal(err)
+		}
+		claim := func() int {
+			return count(t, pool, statement(t, "claimLanes"), "test", time.Minute, []int32{1000, 1001, 1002, 1003}, 10)
+		}
+		exec(t, pool, `UPDATE "postroom".outbox_lanes SET drained_at = now() WHERE lane < 1003`)
+		if n := claim(); n != 0 {
+			t.Errorf("%d lanes are claimed before lane 1003 is drained", n)
+		}
+		exec(t, pool, `UPDATE "postroom".outbox_lanes SET drained_at = now() WHERE lane = 1003`)
+		if n := claim(); n != 2 {
+			t.Errorf("%d lanes are claimed when the former ones are drained, want 2", n)
+		}
+	})
+}
+
 // TestStressWithLaneChanges: the number of lanes changes again and again while
 // writers of several isolation levels and shapes write, two transactions stay
 // open that began before, and dispatchers join, leave, are killed and paused.

@@ -72,13 +72,17 @@ INSERT INTO "postroom".outbox_generations (generation, lanes) VALUES (1, 4);
 
 -- One row per lane: which dispatcher owns it, under which fence, until when. A
 -- lane of a former generation is drained for good once all of it is settled; its
--- row stays as long as its messages are kept.
+-- row stays as long as its messages are kept. starts counts the owners in a row
+-- that did not release the lane and of whom no call of the publisher returned;
+-- suspect says that one message is being published alone.
 CREATE TABLE "postroom".outbox_lanes (
     lane       integer     PRIMARY KEY,
     generation smallint    NOT NULL,
     fence      bigint      NOT NULL DEFAULT 0 CHECK (fence >= 0),
     owner      text        CHECK (owner <> ''),
     lease      timestamptz,
+    starts     smallint    NOT NULL DEFAULT 0 CHECK (starts >= 0),
+    suspect    boolean     NOT NULL DEFAULT false,
     drained_at timestamptz CHECK (drained_at IS NULL OR owner IS NULL),
     CHECK ((owner IS NULL) = (lease IS NULL)),
     CHECK (lane / 1000 = generation)

@@ -1,0 +1,91 @@
+package dispatcher_test
+
+import (
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/postroom/postroom/dispatcher"
+	"github.com/postroom/postroom/internal/pgtest"
+)
+
+// Owners that died while nothing was being published, or of whom calls have
+// returned, are forgotten: nothing is set aside.
+func TestDeathsAreForgotten(t *testing.T) {
+	pgtest.Each(t, func(t *testing.T, s *pgtest.Server) {
+		pool := s.New(t)
+		r := &recorder{}
+		for round := range 3 {
+			_, err := pool.Exec(t.Context(), `UPDATE postroom.outbox_lanes
+				SET starts = 50, owner = 'dead', lease = clock_timestamp() - '1 hour'::interval`)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if round < 2 { // the lanes are settled, or new
+				d := join(t, pool, r, dispatcher.Config{})
+				waitShares(t, []member{d}, 4)
+				eventuallyNoStarts(t, pool)
+				write(t, pool, numbered("orders", 20, round*100, 100)...)
+				waitStored(t, r, (round+1)*100)
+				d.stop()
+				continue
+			}
+			// Differences are open: a message that returns is innocent, and so are
+			// those behind it.
+			_, err = pool.Exec(t.Context(), `UPDATE postroom.outbox_lanes SET starts = 3`)
+			if err != nil {
+				t.Fatal(err)
+			}
+			write(t, pool, numbered("orders", 20, 200, 100)...)
+			_, err = pool.Exec(t.Context(), `
+				INSERT INTO postroom.outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
+				SELECT DISTINCT ON (lane) lane, origin, number + 1, fence, owner, until, pg_current_snapshot(), 0
+				  FROM postroom.outbox_cursors ORDER BY lane, number DESC`)
+			if err != nil {
+				t.Fatal(err)
+			}
+			start(t, pool, r, dispatcher.Config{})
+			waitStored(t, r, 300)
+			eventuallyNoStarts(t, pool)
+		}
+		if n := len(parked(t, pool)); n > 0 {
+			t.Errorf("%d messages were set aside", n)
+		}
+		if p := keyOrder(r); p != "" {
+			t.Error(p)
+		}
+	})
+}
+
+func eventuallyNoStarts(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	eventually(t, 10e9, func() string {
+		if one[bool](t, pool, `SELECT bool_or(starts > 0 OR suspect) FROM postroom.outbox_lanes`) {
+			return "deaths are still counted"
+		}
+		return ""
+	})
+}
+
+// While nobody dies, the search for messages that kill costs no statement.
+func TestNoDeathsNoStatements(t *testing.T) {
+	direct := pgtest.New(t)
+	searches := &tracer{part: "suspect = $5"}
+	cfg := direct.Config()
+	cfg.ConnConfig.Tracer = searches
+	pool, err := pgxpool.NewWithConfig(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	r := &recorder{}
+	for i := range 3 {
+		d := join(t, pool, r, dispatcher.Config{PageSize: 10})
+		write(t, direct, numbered("orders", 20, i*300, 300)...)
+		waitStored(t, r, (i+1)*300)
+		d.stop() // a stop is no death
+	}
+	if n := searches.n.Load(); n > 0 {
+		t.Errorf("%d statements", n)
+	}
+}
