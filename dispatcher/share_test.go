@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/broker"
 	"github.com/postroom/postroom/dispatcher"
 	"github.com/postroom/postroom/internal/pgtest"
 	"github.com/postroom/postroom/migrations"
@@ -24,7 +25,7 @@ type member struct {
 	stop func()
 }
 
-func join(t testing.TB, pool *pgxpool.Pool, r *recorder, cfg dispatcher.Config) member {
+func join(t testing.TB, pool *pgxpool.Pool, r broker.Publisher, cfg dispatcher.Config) member {
 	t.Helper()
 	d, err := dispatcher.New(pool, r, cfg)
 	if err != nil {

@@ -95,6 +95,44 @@ func crashPoison(t *testing.T, s *server, processes int) {
 	}
 }
 
+// TestDeathsAreCounted: a claim counts the former owner where it did not release
+// the lane, and from the second on only where it published a suspect.
+func TestDeathsAreCounted(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		pool := connect(t, s.database(t))
+		const dead = `owner = 'other', lease = clock_timestamp() - interval '1 hour'`
+		for _, c := range []struct {
+			former string
+			want   int
+		}{
+			{dead + `, starts = 0`, 1},
+			{dead + `, starts = 1`, 2},
+			{dead + `, starts = 2`, 2},
+			{dead + `, starts = 2, suspect = true`, 3},
+			{dead + `, starts = 3`, 3},
+			{dead + `, starts = 3, suspect = true`, 4},
+			{dead + `, starts = 100, suspect = true`, 100},
+			{`owner = NULL, lease = NULL, starts = 1`, 1},
+			{`owner = 'test', lease = clock_timestamp() + interval '1 hour', starts = 0, suspect = true`, 0},
+		} {
+			exec(t, pool, `UPDATE "postroom".outbox_lanes SET starts = 0, suspect = false, owner = NULL, lease = NULL`)
+			exec(t, pool, `UPDATE "postroom".outbox_lanes SET `+c.former+` WHERE lane = 1000`)
+			var lane, starts int
+			var fence int64
+			err := pool.QueryRow(t.Context(), statement(t, "claimLanes"), "test", time.Minute, []int32{1001, 1002, 1003}, 10).Scan(&lane, &fence, &starts)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if starts != c.want {
+				t.Errorf("after %s: %d deaths, want %d", c.former, starts, c.want)
+			}
+			if scan[bool](t, pool, `SELECT suspect FROM "postroom".outbox_lanes WHERE lane = 1000`) {
+				t.Errorf("after %s: the lane is still under suspicion", c.former)
+			}
+		}
+	})
+}
+
 // checkKeyOrder reports a key whose numbers did not arrive in order at first.
 func checkKeyOrder(t *testing.T, msgs []postroom.Message) {
 	t.Helper()
