@@ -59,6 +59,13 @@ type Config struct {
 	Lanes int
 }
 
+// defaultLanes keeps the processors of a small machine busy: on two cores a
+// dispatcher whose broker takes 2 ms a call and 10 µs a message drained 2.2 times
+// as much with four lanes as with one, and with eight 1.15 times as much as with
+// four, which is less than the runs differed. Each lane costs something when
+// there is little to do: at 500 messages a second 1.45 statements a message with
+// one, 1.7 with four, 1.8 with eight and 1.9 with 32; and buffers a poll. See
+// BenchmarkLanesDrain and BenchmarkLanesTrickle in package dispatcher.
 const defaultLanes = 4
 
 func (c Config) withDefaults() (Config, error) {
