@@ -36,5 +36,29 @@ func (d *Dispatcher) checkServer(ctx context.Context) error {
 	case cache != 1:
 		return &SetupError{fmt.Sprintf("sequence outbox_messages_id_seq has CACHE %d, which breaks the order of keys: ALTER SEQUENCE %q.outbox_messages_id_seq CACHE 1", cache, d.cfg.Schema)}
 	}
-	return nil
+	return d.checkLanes(ctx)
+}
+
+// checkLanes reads the newest generation of lanes, and the one that messages
+// are written to. Rows that are copied into a fresh schema leave its columns'
+// defaults behind.
+const checkLanes = `
+SELECT g.generation, g.lanes, coalesce((g.generation, g.lanes) = (
+       SELECT max(d.value) FILTER (WHERE d.name = 'generation'), max(d.value) FILTER (WHERE d.name = 'lanes')
+         FROM (SELECT a.attname AS name, substring(pg_get_expr(f.adbin, f.adrelid) FROM '[0-9]+')::int4 AS value
+                 FROM pg_catalog.pg_attribute a
+                 JOIN pg_catalog.pg_attrdef f ON f.adrelid = a.attrelid AND f.adnum = a.attnum
+                WHERE a.attrelid = '"postroom".outbox_messages'::regclass AND a.attname IN ('generation', 'lanes')) d), false)
+  FROM "postroom".outbox_generations g
+ ORDER BY g.generation DESC LIMIT 1`
+
+func (d *Dispatcher) checkLanes(ctx context.Context) error {
+	var generation, lanes int
+	var same bool
+	err := d.pool.QueryRow(ctx, d.sql.checkLanes).Scan(&generation, &lanes, &same)
+	if err != nil || same {
+		return err
+	}
+	return &SetupError{fmt.Sprintf("messages are not written to the newest lanes, as after rows were copied into a fresh schema: "+
+		"ALTER TABLE %q.outbox_messages ALTER COLUMN generation SET DEFAULT %d, ALTER COLUMN lanes SET DEFAULT %d", d.cfg.Schema, generation, lanes)}
 }

@@ -33,7 +33,7 @@ var errReload = errors.New("the lane's cursor is not the one in memory")
 
 // sql holds the package's statements with the schema filled in.
 type sql struct {
-	check, load, first, origins, home                       string
+	check, checkLanes, load, first, origins, home           string
 	look, join, want, absent, claim, renew, release, leave  string
 	poll, begin, close, advance, bounds, pageA, pageB, thin string
 	behind, park, due, drain, sweep, suspect                string
@@ -42,7 +42,7 @@ type sql struct {
 func newSQL(schema string) sql {
 	in := func(s string) string { return pg.InSchema(s, schema) }
 	return sql{
-		check: in(checkServer), look: in(lookAround), join: in(joinDispatchers), want: in(wantLanes), absent: in(leaveDispatchers),
+		check: in(checkServer), checkLanes: in(checkLanes), look: in(lookAround), join: in(joinDispatchers), want: in(wantLanes), absent: in(leaveDispatchers),
 		claim: in(claimLanes), renew: in(renewLanes), release: in(releaseLanes), leave: in(leaveLanes),
 		load: in(loadCursor), first: in(firstCursor), origins: in(otherOrigins), home: in(`SELECT "postroom".origin()`),
 		poll: in(pollLanes), begin: in(beginDifference), close: in(closeOrigin), advance: in(advanceCursor),

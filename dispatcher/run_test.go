@@ -52,6 +52,8 @@ func TestRunRefusesAnUnfitServer(t *testing.T) {
 	}
 	for name, prepare := range map[string]string{
 		"CACHE 20":       `ALTER SEQUENCE postroom.outbox_messages_id_seq CACHE 20`,
+		"SET DEFAULT 1,": `ALTER TABLE postroom.outbox_messages ALTER COLUMN generation SET DEFAULT 2`,
+		"SET DEFAULT 4":  `ALTER TABLE postroom.outbox_messages ALTER COLUMN lanes DROP DEFAULT`,
 		"migrations.Up":  `DROP SCHEMA postroom CASCADE`,
 		"migrations.Up ": `DROP TABLE postroom.outbox_messages CASCADE`,
 	} {

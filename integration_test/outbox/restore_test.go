@@ -3,6 +3,7 @@ package outbox_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	osexec "os/exec"
 	"path/filepath"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker"
+	"github.com/postroom/postroom/dispatcher"
 	"github.com/postroom/postroom/migrations"
 	"github.com/postroom/postroom/outbox"
 )
@@ -98,6 +100,46 @@ func testRestore(t *testing.T, s, to *server, restore restorer) {
 	write(t, source, numbered(7, 260, 5)...)
 	eventually(t, waitTime, func() string { return wantNumbers(append(history, again.messages()...), 0, 265) })
 	stop()
+}
+
+// TestRestoreWithinALaneChange: the rows of an outbox whose lanes were being changed
+// are copied into a fresh schema elsewhere. The dispatcher says what the copy has
+// left behind, then publishes both generations in order, and what is new.
+func TestRestoreWithinALaneChange(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		to := sharedServer(t, fmt.Sprint(s.Major, " other"))
+		u := s.database(t)
+		source := connect(t, u)
+		exec(t, source, `CREATE UNLOGGED TABLE junk (n int)`)
+		for range 4 {
+			burn(t, source, 1500) // ids that the other cluster has not reached
+		}
+		history := runSource(t, u)
+		if err := migrations.SetLanes(t.Context(), source, 7, migrations.Config{}); err != nil {
+			t.Fatal(err)
+		}
+		write(t, source, numbered(7, 220, 20)...)
+		target := to.create(t, source.Config().ConnConfig.Database)
+		copyTables(t, u, target)
+		pool := connect(t, target)
+		d, err := dispatcher.New(pool, &recorder{}, quick())
+		if err != nil {
+			t.Fatal(err)
+		}
+		setup, ok := errors.AsType[*dispatcher.SetupError](d.Run(t.Context()))
+		if !ok {
+			t.Fatal("Run does not see that messages are written to the lanes of the fresh schema")
+		}
+		_, mend, _ := strings.Cut(setup.Problem, ": ")
+		exec(t, pool, mend)
+		write(t, pool, numbered(7, 240, 20)...)
+		r := &recorder{}
+		start(t, pool, r, quick())
+		eventually(t, waitTime, func() string { return wantNumbers(append(history, r.messages()...), 0, 260) })
+		if n := len(history) + len(r.messages()); n != 260 {
+			t.Errorf("260 messages were published %d times", n)
+		}
+	})
 }
 
 // runSource publishes 0 to 99 and a part of 100 to 199, a difference that is
