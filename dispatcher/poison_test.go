@@ -1,10 +1,14 @@
 package dispatcher_test
 
 import (
+	"context"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/dispatcher"
 	"github.com/postroom/postroom/internal/pgtest"
 )
@@ -44,9 +48,24 @@ func TestDeathsAreForgotten(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			start(t, pool, r, dispatcher.Config{})
-			waitStored(t, r, 300)
+			// All lanes are under suspicion, so that their calls take turns.
+			var active, most atomic.Int64
+			slow := &recorder{before: func(ctx context.Context, msgs []postroom.Message) {
+				most.Store(max(most.Load(), active.Add(1), int64(len(msgs))))
+				select {
+				case <-time.After(2 * time.Millisecond):
+				case <-ctx.Done():
+				}
+				active.Add(-1)
+			}}
+			d := join(t, pool, slow, dispatcher.Config{})
+			waitStored(t, slow, 100)
 			eventuallyNoStarts(t, pool)
+			d.stop()
+			if n := most.Load(); n != 1 {
+				t.Errorf("%d messages were being published at a time, want one", n)
+			}
+			r.stored = append(r.stored, slow.messages()...)
 		}
 		if n := len(parked(t, pool)); n > 0 {
 			t.Errorf("%d messages were set aside", n)
@@ -59,7 +78,7 @@ func TestDeathsAreForgotten(t *testing.T) {
 
 func eventuallyNoStarts(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	eventually(t, 10e9, func() string {
+	eventually(t, 10*time.Second, func() string {
 		if one[bool](t, pool, `SELECT bool_or(starts > 0 OR suspect) FROM postroom.outbox_lanes`) {
 			return "deaths are still counted"
 		}

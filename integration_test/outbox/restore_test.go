@@ -126,7 +126,9 @@ func TestRestoreWithinALaneChange(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		setup, ok := errors.AsType[*dispatcher.SetupError](d.Run(t.Context()))
+		short, cancel := context.WithTimeout(t.Context(), waitTime)
+		defer cancel()
+		setup, ok := errors.AsType[*dispatcher.SetupError](d.Run(short))
 		if !ok {
 			t.Fatal("Run does not see that messages are written to the lanes of the fresh schema")
 		}
