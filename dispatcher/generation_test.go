@@ -69,6 +69,12 @@ func TestSetLanesWhileRunning(t *testing.T) {
 		for _, n := range []int{2, 6, 3} { // the next before the former has begun
 			setLanes(t, pool, n)
 		}
+		eventually(t, 20*time.Second, func() string {
+			if n := one[int](t, pool, `SELECT count(*) FROM postroom.outbox_lanes WHERE drained_at IS NULL`); n != 3 {
+				return fmt.Sprint(n, " lanes are not drained, want those of the newest generation")
+			}
+			return ""
+		})
 		waitShares(t, members, 2, 1)
 		cancel()
 		wg.Wait()
@@ -78,9 +84,6 @@ func TestSetLanesWhileRunning(t *testing.T) {
 		}
 		if n := len(r.messages()); n != written {
 			t.Errorf("%d publishes of %d messages", n, written)
-		}
-		if n := one[int](t, pool, `SELECT count(*) FROM postroom.outbox_lanes WHERE drained_at IS NULL`); n != 3 {
-			t.Errorf("%d lanes are not drained, want those of the newest generation", n)
 		}
 	})
 }
