@@ -265,7 +265,7 @@ func (l *lane) publishPages(ctx, work context.Context) error {
 			return p.err
 		case len(p.msgs) == 0:
 			l.published = true
-			return nil
+			return l.clear(work, 0) // as in start
 		}
 		if err := l.publishPage(ctx, work, p.msgs); err != nil {
 			return err

@@ -86,6 +86,34 @@ func eventuallyNoStarts(t *testing.T, pool *pgxpool.Pool) {
 	})
 }
 
+// An owner that died when all of a difference was published, though its end was
+// not recorded, is forgotten too.
+func TestDeathAtTheEndIsForgotten(t *testing.T) {
+	pool := pgtest.New(t)
+	r := &recorder{}
+	d := join(t, pool, r, dispatcher.Config{})
+	write(t, pool, numbered("orders", 20, 0, 100)...)
+	waitStored(t, r, 100)
+	d.stop()
+	_, err := pool.Exec(t.Context(), `
+		WITH newest AS (
+			SELECT DISTINCT ON (lane) lane, origin, number, fence, owner, prev, until FROM postroom.outbox_cursors ORDER BY lane, number DESC
+		), unsettled AS (
+			INSERT INTO postroom.outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
+			SELECT lane, origin, number + 1, fence, owner, prev, until, 1000000 FROM newest
+		)
+		UPDATE postroom.outbox_lanes SET owner = 'dead', lease = clock_timestamp() - '1 hour'::interval`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d = join(t, pool, r, dispatcher.Config{})
+	waitShares(t, []member{d}, 4)
+	eventuallyNoStarts(t, pool)
+	if n := len(r.messages()); n != 100 {
+		t.Errorf("100 messages were published %d times", n)
+	}
+}
+
 // While nobody dies, the search for messages that kill costs no statement.
 func TestNoDeathsNoStatements(t *testing.T) {
 	direct := pgtest.New(t)
