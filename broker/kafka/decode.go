@@ -34,6 +34,7 @@ func (f *feed) decode(a *fetch.ResponsePartition, from int64, room int) (records
 		slices.SortFunc(filter.coming, func(a, b fetch.ResponseTransaction) int { return cmp.Compare(a.FirstOffset, b.FirstOffset) })
 	}
 	next = from
+	var maker maker
 	for _, batch := range stream.Records {
 		if marker, ok := batch.(*protocol.ControlBatch); ok {
 			next = max(next, filter.end(marker))
@@ -57,7 +58,7 @@ func (f *feed) decode(a *fetch.ResponsePartition, from int64, room int) (records
 				drop(rec)
 				return records, next, nil
 			}
-			r, err := f.newEntry(rec)
+			r, err := maker.entry(f.s.Topic, rec)
 			if err != nil {
 				return nil, 0, err
 			}
@@ -128,25 +129,39 @@ func (a *abortFilter) end(b *protocol.ControlBatch) (next int64) {
 	}
 }
 
-func (f *feed) newEntry(rec *protocol.Record) (*entry, error) {
+// A maker makes the entries of one answer, several at a time in memory.
+type maker struct {
+	free []entry
+	key  []byte
+}
+
+func (k *maker) entry(topic string, rec *protocol.Record) (*entry, error) {
 	defer drop(rec)
-	key, err := protocol.ReadAll(rec.Key)
-	if err != nil {
-		return nil, err
+	if len(k.free) == 0 {
+		k.free = make([]entry, 32)
+	}
+	e := &k.free[0]
+	k.free = k.free[1:]
+	e.offset = rec.Offset
+	e.message.Topic = topic
+	if rec.Key != nil {
+		k.key = slices.Grow(k.key[:0], rec.Key.Len())[:rec.Key.Len()]
+		if _, err := io.ReadFull(rec.Key, k.key); err != nil {
+			return nil, err
+		}
+		e.message.Key, e.message.EmptyKey = string(k.key), len(k.key) == 0
 	}
 	payload, err := protocol.ReadAll(rec.Value)
 	if err != nil {
 		return nil, err
 	}
-	r := &entry{offset: rec.Offset, size: entrySize + len(key) + len(payload)}
-	r.message = postroom.Message{
-		Topic: f.s.Topic, Key: string(key), EmptyKey: key != nil && len(key) == 0, Payload: payload,
-	}
+	e.message.Payload = payload
+	e.size = entrySize + len(e.message.Key) + len(payload)
 	for i := range rec.Headers {
-		r.size += len(rec.Headers[i].Key) + len(rec.Headers[i].Value)
+		e.size += len(rec.Headers[i].Key) + len(rec.Headers[i].Value)
 	}
-	takeHeaders(&r.message, rec.Headers)
-	return r, nil
+	takeHeaders(&e.message, rec.Headers)
+	return e, nil
 }
 
 // takeHeaders takes what headers of ours say, and all others as they are. Ours are

@@ -119,9 +119,16 @@ func (f *feed) plan(layout metadata.ResponseTopic, now time.Time) (polls []*poll
 			soon = t
 		}
 	}
-	open := make(map[int32]*poll)
+	// Partitions that are not idle are spread over two requests, of which one is on
+	// its way while the other one's answer is decoded.
+	type slot struct {
+		leader int32
+		second bool
+	}
+	open := make(map[slot]*poll)
 	add := func(leader int32, p *partition) {
-		q := open[leader]
+		s := slot{leader, p.busy && p.index%2 == 1}
+		q := open[s]
 		if q == nil || p.alone {
 			if f.polls[leader] >= maxPolls {
 				return
@@ -130,7 +137,7 @@ func (f *feed) plan(layout metadata.ResponseTopic, now time.Time) (polls []*poll
 			f.polls[leader]++
 			polls = append(polls, q)
 			if !p.alone {
-				open[leader] = q
+				open[s] = q
 			}
 		}
 		p.fetching = true
@@ -219,7 +226,7 @@ func (f *feed) request(ctx context.Context, q *poll) (*fetch.Response, error) {
 	for _, at := range q.places {
 		// Limits count compressed bytes; what exceeds the room is not kept.
 		most := min(at.room, maxFetchBytes)
-		req.MaxBytes = min(req.MaxBytes+int32(most), maxFetchBytes)
+		req.MaxBytes = min(req.MaxBytes+int32(most), maxPollBytes)
 		req.Topics[0].Partitions = append(req.Topics[0].Partitions, fetch.RequestPartition{
 			Partition: at.p.index, FetchOffset: at.from, PartitionMaxBytes: int32(most),
 			CurrentLeaderEpoch: noEpoch, LogStartOffset: -1,
@@ -247,8 +254,11 @@ func (f *feed) send(ctx context.Context, req protocol.Message) (protocol.Message
 	return m, nil
 }
 
-// maxFetchBytes bounds one answer, before decompression.
-const maxFetchBytes = 1 << 20
+// Bounds of what an answer holds of a partition, and in all, before decompression.
+const (
+	maxFetchBytes = 1 << 20
+	maxPollBytes  = 4 << 20
+)
 
 // stands reports whether a poll's answer is still of use. f.mu is held.
 func (at *place) stands() bool { return !at.p.gone && at.p.visit == at.visit }
@@ -280,7 +290,7 @@ func (f *feed) came(at place, a *fetch.ResponsePartition) {
 		return
 	}
 	p := at.p
-	p.fetching, p.alone = false, false
+	p.fetching, p.alone, p.busy = false, false, len(records) > 0
 	p.pause.Reset()
 	p.take(records, next)
 	f.trouble.clear(p.index)

@@ -56,6 +56,7 @@ type partition struct {
 
 	visit    int  // counts the times that fetchAt was moved back
 	fetching bool // a request with it is under way
+	busy     bool // the last fetch brought something
 	alone    bool // fetch it without others: a response with it failed
 	pause    *backoff.ExponentialBackOff
 	notUntil time.Time // fetch it no earlier

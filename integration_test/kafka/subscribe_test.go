@@ -363,8 +363,12 @@ func TestB62B96ReadsWhatIsThere(t *testing.T) {
 		for _, key := range [][]byte{nil, {}, []byte("k\xff")} {
 			for _, value := range [][]byte{nil, {}, []byte("v\x00")} {
 				recs = append(recs, &kgo.Record{Topic: "content", Key: key, Value: value, Headers: []kgo.RecordHeader{
-					{Key: "a", Value: []byte("1")}, {Key: "Postroom-ID", Value: []byte("id")}, {Key: "b", Value: nil},
-					{Key: "a", Value: []byte{}}, {Key: "A", Value: []byte{0, 0xff}}, {Key: "", Value: []byte("no name")},
+					{Key: "a", Value: []byte("1")},
+					{Key: "Postroom-ID", Value: []byte("id")},
+					{Key: "b", Value: nil},
+					{Key: "a", Value: []byte{}},
+					{Key: "A", Value: []byte{0, 0xff}},
+					{Key: "", Value: []byte("no name")},
 				}})
 			}
 		}
@@ -374,7 +378,10 @@ func TestB62B96ReadsWhatIsThere(t *testing.T) {
 		msgs := c.take(len(recs))
 		c.stop()
 		want := []postroom.Header{
-			{Name: "a", Value: []byte("1")}, {Name: "b"}, {Name: "a", Value: []byte{}}, {Name: "A", Value: []byte{0, 0xff}},
+			{Name: "a", Value: []byte("1")},
+			{Name: "b"},
+			{Name: "a", Value: []byte{}},
+			{Name: "A", Value: []byte{0, 0xff}},
 			{Name: "", Value: []byte("no name")},
 		}
 		for i, m := range msgs {
