@@ -36,6 +36,12 @@ type Config struct {
 	// outbox; under traffic it is 2ms. Default 200ms, at least 2ms.
 	MaxPollInterval time.Duration
 
+	// MaxAttempts is how often a message that the broker refuses is tried in
+	// all, after pauses that grow from seconds to half an hour, before it
+	// waits for an operator. At least 1, which means once. Default 20, over
+	// some three hours.
+	MaxAttempts int
+
 	// DrainTimeout bounds how long Run waits, once its context has ended, for
 	// what is being published. Default 30s; negative waits without limit.
 	DrainTimeout time.Duration
@@ -85,6 +91,12 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.MaxPollInterval < minPollInterval {
 		bad("MaxPollInterval is %v, want at least %v", c.MaxPollInterval, minPollInterval)
+	}
+	if c.MaxAttempts == 0 {
+		c.MaxAttempts = 20
+	}
+	if c.MaxAttempts < 1 {
+		bad("MaxAttempts is %d, want at least 1", c.MaxAttempts)
 	}
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = 30 * time.Second

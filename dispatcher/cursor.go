@@ -36,6 +36,7 @@ type sql struct {
 	check, claim, renew, release, load, first, origins, home string
 	poll, begin, close, advance, bounds, pageA, pageB, thin  string
 	behind, park, due                                        string
+	away, parkedDue, readAway, readDue, settle               string
 }
 
 func newSQL(schema string) sql {
@@ -46,6 +47,7 @@ func newSQL(schema string) sql {
 		poll: in(pollLanes), begin: in(beginDifference), close: in(closeOrigin), advance: in(advanceCursor),
 		bounds: in(differenceBounds), pageA: in(differencePageA), pageB: in(differencePageB), thin: in(thinCursors),
 		behind: in(keysBehind), park: in(parkMessages), due: in(moveDue),
+		away: in(awayScopes), parkedDue: in(dueParked), readAway: in(readAway), readDue: in(readDue), settle: in(leaveParked),
 	}
 }
 

@@ -40,14 +40,16 @@ var ErrDrainTimeout = errors.New("dispatcher: publishes were still running at th
 
 // A Dispatcher publishes the messages of one outbox.
 type Dispatcher struct {
-	cfg     Config
-	pool    *pgxpool.Pool
-	pub     broker.Publisher
-	sql     sql
-	owner   string
-	began   time.Time
-	home    atomic.Int64 // the database's origin
-	trouble *troubles
+	cfg   Config
+	pool  *pgxpool.Pool
+	pub   broker.Publisher
+	sql   sql
+	owner string
+	began time.Time
+	home  atomic.Int64 // the database's origin
+
+	lastStored atomic.Int64 // when the broker last stored something, in nanoseconds of clock
+	trouble    *troubles
 
 	mu    sync.Mutex
 	lanes map[int32]*lane
@@ -122,6 +124,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	wg.Go(func() { d.poll(ctx) })
 	wg.Go(func() { d.schedule(ctx) })
+	wg.Go(func() { d.watchParked(ctx) })
 	d.keep(ctx, work)
 	wg.Wait()
 	if timedOut.Load() {
@@ -205,6 +208,7 @@ func (d *Dispatcher) claimFree(ctx, work context.Context) {
 			wake: make(chan bool, 1), ended: make(chan struct{}),
 			fit: min(firstFit, d.cfg.PageSize),
 		}
+		l.parking = newParking(l)
 		l.lease.Store(int64(until.Sub(d.began)))
 		d.mu.Lock()
 		d.lanes[l.number] = l

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -48,7 +49,8 @@ type lane struct {
 	published  bool  // all of cur's difference is settled, though its row may not say so
 	done       int64 // settled up to this id within the difference
 	parked     bool  // the lane has parked messages
-	fit        int   // messages that are expected to fit into a page's bytes
+	parking    *parking
+	fit        int // messages that are expected to fit into a page's bytes
 	lastAppend time.Time
 	thinnedTo  int64
 	lastThin   time.Time
@@ -71,8 +73,11 @@ func (l *lane) left() time.Duration {
 // run publishes the lane's messages until ctx ends or the lane is lost. work
 // outlives ctx and carries what has begun.
 func (l *lane) run(ctx, work context.Context) {
+	var leaving sync.WaitGroup
+	leaving.Go(func() { l.parking.run(ctx, work) })
 	defer func() {
 		l.idle.Store(nil)
+		leaving.Wait()
 		l.d.trouble.clear(l.name())
 		l.d.trouble.clear(l.broker())
 		close(l.ended)
@@ -113,9 +118,12 @@ func (l *lane) run(ctx, work context.Context) {
 	}
 }
 
-// start settles what other databases left in the lane, then loads the cursor
-// of this one.
+// start learns what parked messages wait for and settles what other databases
+// left in the lane, then loads the cursor of this one.
 func (l *lane) start(ctx, work context.Context) error {
+	if err := l.parking.load(work); err != nil {
+		return err
+	}
 	others, err := l.otherOrigins(work)
 	if err != nil {
 		return err

@@ -18,6 +18,7 @@ const (
 func (l *lane) attr() slog.Attr     { return slog.Int("lane", int(l.number)) }
 func errorAttr(err error) slog.Attr { return slog.Any("error", err) }
 func topicAttr(t string) slog.Attr  { return slog.String("topic", t) }
+func attemptAttr(n int) slog.Attr   { return slog.Int("attempt", n) }
 func idAttr(id string) slog.Attr    { return slog.String("message_id", id) }
 
 // troubles holds what is wrong at present, by place. It logs a trouble when it

@@ -71,6 +71,15 @@ func beginArgs(lane, origin int64) []any {
 	}
 }
 
+// leaveArgs are the parameters by which parked rows are taken out.
+func leaveArgs(lane, fence int64, owner string, numbers []int64) []any {
+	none, text := []int64{}, []string{}
+	return []any{
+		lane, fence, owner, numbers, none, text, []*time.Duration{}, none, time.Second,
+		text, text, none, text, text, none, text, none, text,
+	}
+}
+
 // ownLane makes "test" the owner of every lane, at the empty snapshot.
 func ownLane(t testing.TB, db queryer) (lane, origin int64) {
 	t.Helper()
@@ -152,11 +161,14 @@ func TestStaleOwnerChangesNoRow(t *testing.T) {
 		args := beginArgs(lane, origin)
 		identity := func(more ...any) []any { return append(slices.Clone(args[:10]), more...) }
 		first := scan[int64](t, pool, `SELECT min(id) FROM "postroom".outbox_messages`)
+		exec(t, pool, `INSERT INTO "postroom".outbox_parked (lane, origin, id, state, error, created_at, hash, message_id, topic, header_names, header_values)
+			VALUES ($1, $2, 1000, 'refused', 'never', now(), 1, 'p', 'orders', '{}', '{}')`, lane, origin)
 		statements := map[string][]any{
 			"beginDifference": args,
 			"advanceCursor":   identity(int64(5), origin),
 			"closeOrigin":     identity(origin),
-			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}),
+			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}, []*time.Duration{nil}, []*string{nil}),
+			"leaveParked":     leaveArgs(lane, 7, "test", []int64{1, 2}),
 			"renewLanes":      {"test", time.Minute, []int64{lane}, []int64{7}},
 			"releaseLanes":    {"test", []int64{lane}, []int64{7}},
 		}
