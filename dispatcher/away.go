@@ -14,17 +14,16 @@ const awayAfter = time.Second
 // the broker does not.
 type awayWatch struct {
 	l     *lane
-	since map[string]time.Duration // scope → when it first failed
+	since map[string]time.Duration // scope → when the first call began that did not reach it
 }
 
 // lasting picks those messages out of what a call has left that are to be set
 // aside, and returns the others.
 //
-// When one message found the whole broker unreachable, or it is not known how much
-// is, none is. A missing or forbidden topic is the answer of a broker that works; of a part of a topic
-// that is proven by something else that was stored meanwhile.
-func (w *awayWatch) lasting(s sorted) (away []failure, rest []entry) {
-	now := w.l.d.clock()
+// None is when a message names no scope: the whole broker may be away. A topic
+// that is missing or forbidden is the answer of a broker that works. Where a part
+// of a topic is away, that the rest works is shown by what was stored since.
+func (w *awayWatch) lasting(s sorted, began time.Duration) (away []failure, rest []entry) {
 	since := make(map[string]time.Duration)
 	whole := false
 	for _, f := range s.rest {
@@ -32,7 +31,7 @@ func (w *awayWatch) lasting(s sorted) (away []failure, rest []entry) {
 			continue
 		}
 		whole = whole || f.scope == ""
-		since[f.scope] = now
+		since[f.scope] = began
 		if first, ok := w.since[f.scope]; ok {
 			since[f.scope] = first
 		}
@@ -42,7 +41,7 @@ func (w *awayWatch) lasting(s sorted) (away []failure, rest []entry) {
 	}
 	w.since = since
 	for _, f := range s.rest {
-		if f.outcome == broker.Unreachable && !whole && w.lasts(f, now) {
+		if f.outcome == broker.Unreachable && !whole && w.lasts(f) {
 			away = append(away, f)
 		} else {
 			rest = append(rest, f.entry)
@@ -51,11 +50,11 @@ func (w *awayWatch) lasting(s sorted) (away []failure, rest []entry) {
 	return away, rest
 }
 
-func (w *awayWatch) lasts(f failure, now time.Duration) bool {
+func (w *awayWatch) lasts(f failure) bool {
 	if w.l.parking.waitedFor(f.scope) {
 		return true
 	}
 	first := w.since[f.scope]
 	works := f.scope == f.msg.Topic || time.Duration(w.l.d.lastStored.Load()) > first
-	return works && now-first >= awayAfter
+	return works && w.l.d.clock()-first >= awayAfter
 }

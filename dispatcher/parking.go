@@ -23,9 +23,10 @@ const (
 	mostRetry  = 30 * time.Minute
 
 	// mostProbe is the longest pause between two attempts to reach what is away.
-	mostProbe = 20 * time.Second
+	mostProbe = 10 * time.Second
 
-	// leaving is how many queues of parked messages a lane publishes at a time.
+	// leaving is how many queues of parked messages a lane publishes from at a
+	// time, and of how many it probes whether what they wait for is back.
 	leaving = 4
 )
 
@@ -189,11 +190,11 @@ func (p *parking) run(ctx, work context.Context) {
 func (p *parking) start(ctx, work context.Context, running *sync.WaitGroup) (next time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	next = time.Second // the lane may be lost
-	now, busy := time.Now(), 0
+	next = time.Second                          // the lane may be lost
+	now, busy := time.Now(), make(map[bool]int) // ill or not → queues that are running
 	for _, q := range p.queues {
 		if q.running {
-			busy++
+			busy[q.ill != nil]++
 		}
 	}
 	for _, q := range p.queues {
@@ -202,8 +203,8 @@ func (p *parking) start(ctx, work context.Context, running *sync.WaitGroup) (nex
 		}
 		if d := q.at.Sub(now); d > 0 {
 			next = min(next, d)
-		} else if busy < leaving {
-			busy++
+		} else if q.scope == "" || busy[q.ill != nil] < leaving {
+			busy[q.ill != nil]++
 			q.running, q.at = true, time.Time{}
 			running.Go(func() { p.leave(ctx, work, q) })
 		}

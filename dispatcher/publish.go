@@ -28,6 +28,7 @@ func (l *lane) publishPage(ctx, work context.Context, page []entry) error {
 		if ctx.Err() != nil {
 			return errStopped
 		}
+		began := l.d.clock()
 		results, err := l.call(work, pending)
 		if err != nil {
 			return err
@@ -37,7 +38,7 @@ func (l *lane) publishPage(ctx, work context.Context, page []entry) error {
 		if s.stored > 0 {
 			l.d.lastStored.Store(int64(l.d.clock()))
 		}
-		away, rest := watch.lasting(s)
+		away, rest := watch.lasting(s, began)
 		if pending, err = l.parkFailed(work, s.refused, away, rest); err != nil {
 			return err
 		}
