@@ -35,7 +35,7 @@ var errReload = errors.New("the lane's cursor is not the one in memory")
 type sql struct {
 	check, claim, renew, release, load, first, origins, home string
 	poll, begin, close, advance, bounds, pageA, pageB, thin  string
-	behind, park, due                                        string
+	behind, anyParked, park, due                             string
 	away, parkedDue, readAway, readDue, settle               string
 }
 
@@ -46,7 +46,7 @@ func newSQL(schema string) sql {
 		load: in(loadCursor), first: in(firstCursor), origins: in(otherOrigins), home: in(`SELECT "postroom".origin()`),
 		poll: in(pollLanes), begin: in(beginDifference), close: in(closeOrigin), advance: in(advanceCursor),
 		bounds: in(differenceBounds), pageA: in(differencePageA), pageB: in(differencePageB), thin: in(thinCursors),
-		behind: in(keysBehind), park: in(parkMessages), due: in(moveDue),
+		behind: in(keysBehind), anyParked: in(anyParked), park: in(parkMessages), due: in(moveDue),
 		away: in(awayScopes), parkedDue: in(dueParked), readAway: in(readAway), readDue: in(readDue), settle: in(leaveParked),
 	}
 }
@@ -99,7 +99,7 @@ func (l *lane) load(ctx context.Context) error {
 		if c.number > 0 && !reopened {
 			l.cur = c
 			l.opened()
-			l.parked = true // perhaps: the next begin asks
+			l.parked = true // perhaps: a page asks
 			return nil
 		}
 		_, err = l.d.pool.Exec(ctx, l.d.sql.first, l.number, l.origin, c.number, l.fence, l.d.owner)

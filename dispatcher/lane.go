@@ -48,12 +48,14 @@ type lane struct {
 
 	published  bool  // all of cur's difference is settled, though its row may not say so
 	done       int64 // settled up to this id within the difference
-	parked     bool  // the lane has parked messages
+	parked     bool  // the lane may have parked messages
 	parking    *parking
 	fit        int // messages that are expected to fit into a page's bytes
 	lastAppend time.Time
 	thinnedTo  int64
 	lastThin   time.Time
+
+	askedParked time.Time // when it was last asked whether it has
 }
 
 // pollState is what a poll needs to know of an idle lane.

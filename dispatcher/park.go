@@ -21,10 +21,11 @@ SELECT k.topic, k.key, coalesce(p.away, '')
 
 // parkMessages moves messages aside and appends a cursor row in the same
 // statement, which makes the move conditional on the lane's fence and order. The
-// lock makes a takeover wait for it, so that the next owner sees all of it.
+// lock makes a takeover wait for it, so that the next owner sees all of it. Losing
+// it repeats what followed and no more, so it may be asynchronous.
 const parkMessages = `
 WITH setting AS MATERIALIZED (
-    SELECT set_config('synchronous_commit', 'on', true)
+    SELECT set_config('synchronous_commit', 'off', true)
 ), ` + newestCursor + `, appended AS (
     INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
     SELECT $1, $2, c.number + 1, l.fence, l.owner, c.prev, c.until, $11::int8
@@ -36,19 +37,18 @@ WITH setting AS MATERIALIZED (
 ), aside AS (
     SELECT * FROM unnest($13::int8[], $14::text[], $15::interval[], $16::text[]) AS a(id, error, pause, away)
 ), moved AS (
-    DELETE FROM "postroom".outbox_messages m
-     WHERE m.lane = $1 AND m.origin = $2 AND m.id = ANY ($13)
+    DELETE FROM "postroom".outbox_messages m USING aside a
+     WHERE m.lane = $1 AND m.origin = $2 AND m.id = a.id
        AND EXISTS (SELECT FROM appended)
     RETURNING m.id, m.created_at, m.hash, m.message_id, m.topic, m.key, m.payload,
-              m.header_names, m.header_values, m.operation
+              m.header_names, m.header_values, m.operation, a.error, a.pause, a.away
 ), parked AS (
     INSERT INTO "postroom".outbox_parked (lane, origin, id, state, away, due_at, attempts, error, tried_at, created_at,
            hash, message_id, topic, key, payload, header_names, header_values, operation)
-    SELECT $1, $2, m.id, CASE WHEN a.error IS NULL THEN 'waiting' ELSE 'refused' END, a.away, clock_timestamp() + a.pause,
-           CASE WHEN a.error IS NULL THEN 0 ELSE 1 END, a.error, CASE WHEN a.error IS NOT NULL THEN clock_timestamp() END,
-           m.created_at, m.hash, m.message_id, m.topic, m.key, m.payload, m.header_names, m.header_values, m.operation
-      FROM moved m JOIN aside a USING (id)
-     ORDER BY m.id
+    SELECT $1, $2, id, CASE WHEN error IS NULL THEN 'waiting' ELSE 'refused' END, away, clock_timestamp() + pause,
+           CASE WHEN error IS NULL THEN 0 ELSE 1 END, error, CASE WHEN error IS NOT NULL THEN clock_timestamp() END,
+           created_at, hash, message_id, topic, key, payload, header_names, header_values, operation
+      FROM moved ORDER BY id
 )
 SELECT number FROM appended`
 
@@ -103,6 +103,26 @@ func (a *aside) behind(rest []entry) (others []entry) {
 	return others
 }
 
+// anyParked says whether a lane has parked messages.
+const anyParked = `
+SELECT (SELECT true FROM "postroom".outbox_parked WHERE lane = $1::int4 ORDER BY topic LIMIT 1) IS NOT NULL`
+
+// askEvery is how often a lane that has had parked messages asks whether it has
+// any left. It is not asked for every page: where many have left, the answer is
+// slow until their table is vacuumed.
+const askEvery = time.Second
+
+// hasParked reports whether the lane may have parked messages. Only its own run
+// adds any, so that it asks for their end alone. l.parking.mu is held.
+func (l *lane) hasParked(work context.Context) (bool, error) {
+	if !l.parked || time.Since(l.askedParked) < askEvery {
+		return l.parked, nil
+	}
+	l.askedParked = time.Now()
+	err := l.d.pool.QueryRow(work, l.d.sql.anyParked, l.number).Scan(&l.parked)
+	return l.parked, err
+}
+
 // setAside parks those messages of a page that have to wait, for an earlier one
 // of their key or for their topic, and returns the others.
 func (l *lane) setAside(work context.Context, page []entry) ([]entry, error) {
@@ -111,6 +131,9 @@ func (l *lane) setAside(work context.Context, page []entry) ([]entry, error) {
 	}
 	l.parking.mu.Lock()
 	defer l.parking.mu.Unlock()
+	if has, err := l.hasParked(work); !has || err != nil {
+		return page, err
+	}
 	heads, err := l.keysBehind(work, page)
 	if err != nil {
 		return nil, err
@@ -212,7 +235,7 @@ func (l *lane) park(work context.Context, a aside) error {
 		return reloadOn(err)
 	}
 	l.cur = l.next(l.cur.prev, l.cur.until, lastID)
-	l.parked = true
+	l.parked, l.askedParked = true, time.Now()
 	for scope, topic := range a.scopes {
 		l.parking.open(scope, topic)
 	}
