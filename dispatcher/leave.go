@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -212,7 +211,7 @@ WITH setting AS MATERIALIZED (
      WHERE number = ANY ($5::int8[]) AND state <> 'discarded' AND EXISTS (SELECT FROM held)
 ), later AS (
     UPDATE "postroom".outbox_parked
-       SET due_at = clock_timestamp() + $9::interval
+       SET due_at = clock_timestamp() + ($9::interval[])[array_position($8::int8[], number)]
      WHERE number = ANY ($8::int8[]) AND EXISTS (SELECT FROM held)
 ), next AS (
     UPDATE "postroom".outbox_parked
@@ -245,7 +244,8 @@ type outcome struct {
 	texts   []string
 	pauses  []*time.Duration
 
-	later []int64 // to be tried again after a pause
+	later  []int64 // to be tried again
+	delays []time.Duration
 
 	next   keys // their next message is due now
 	joined keys // their messages from there on wait for something else
@@ -317,6 +317,7 @@ func (l *lane) sortLeavers(work context.Context, q *queue, page []leaver, result
 		}
 		if results[i].Outcome == broker.Stored {
 			o.gone = append(o.gone, v.number)
+			delete(q.tries, v.number)
 			if keyed {
 				last[k] = v.number
 			}
@@ -355,7 +356,7 @@ func (l *lane) failed(work context.Context, o *outcome, q *queue, v leaver, r br
 		}
 		return false
 	case q.scope == "" && r.Outcome == broker.Unreachable:
-		o.later = append(o.later, v.number)
+		o.later, o.delays = append(o.later, v.number), append(o.delays, q.delay(v.number))
 	case q.scope == "" && v.msg.HasKey():
 		o.next.add(topicKey{v.msg.Topic, v.msg.Key}, v.number-1)
 	case r.Outcome == broker.Unreachable && q.scope == q.topic && r.Scope != "" && r.Scope != q.scope:
@@ -369,7 +370,7 @@ func (l *lane) failed(work context.Context, o *outcome, q *queue, v leaver, r br
 func (l *lane) settleParked(work context.Context, o *outcome) error {
 	var lane int32
 	err := l.d.pool.QueryRow(work, l.d.sql.settle, l.number, l.fence, l.d.owner,
-		o.gone, o.refused, o.texts, o.pauses, o.later, time.Second+rand.N(mostProbe),
+		o.gone, o.refused, o.texts, o.pauses, o.later, o.delays,
 		o.next.topics, o.next.keys, o.next.after,
 		o.joined.topics, o.joined.keys, o.joined.after, o.aways, o.alone, o.aloneAways).Scan(&lane)
 	if errors.Is(err, pgx.ErrNoRows) {

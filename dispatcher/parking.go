@@ -22,8 +22,10 @@ const (
 	firstRetry = 5 * time.Second
 	mostRetry  = 30 * time.Minute
 
-	// mostProbe is the longest pause between two attempts to reach what is away.
-	mostProbe = 10 * time.Second
+	// firstProbe and mostProbe bound the pause between two attempts to reach
+	// what is away.
+	firstProbe = 100 * time.Millisecond
+	mostProbe  = 10 * time.Second
 
 	// leaving is how many queues of parked messages a lane publishes from at a
 	// time, and of how many it probes whether what they wait for is back.
@@ -71,6 +73,25 @@ type queue struct {
 	after int64 // rows up to this number have left
 	fit   int   // as in lane
 	last  bool  // little is left: see [lane.leavePage]
+
+	tries map[int64]int // of the first messages of keys, how often each was not reached
+}
+
+// mostTries bounds the memory of a queue's tries. What is forgotten is tried
+// again sooner.
+const mostTries = 10_000
+
+// delay returns how long to leave a message alone whose topic was not reached.
+func (q *queue) delay(number int64) time.Duration {
+	if len(q.tries) >= mostTries {
+		clear(q.tries)
+	}
+	most := mostProbe
+	if n := q.tries[number]; n < 10 {
+		most = min(most, firstProbe<<n)
+	}
+	q.tries[number]++
+	return rand.N(most) + time.Millisecond
 }
 
 func newParking(l *lane) *parking {
@@ -86,7 +107,7 @@ func (p *parking) open(scope, topic string) {
 	if q == nil {
 		q = &queue{
 			scope: scope, topic: topic, fit: min(firstFit, p.l.d.cfg.PageSize),
-			retry: newBackoff(100*time.Millisecond, mostProbe),
+			retry: newBackoff(firstProbe, mostProbe), tries: make(map[int64]int),
 		}
 		p.queues[scope] = q
 	}

@@ -31,6 +31,8 @@ type childConfig struct {
 	Lease              time.Duration
 	Fail               int
 	Delay              time.Duration
+	Faults             string // a file that holds faults, see there
+	MaxAttempts        int
 }
 
 func childMain() int {
@@ -56,15 +58,15 @@ func runChild() error {
 	if err != nil {
 		return err
 	}
-	j.fail, j.delay = c.Fail, c.Delay
+	j.fail, j.delay, j.faults = c.Fail, c.Delay, c.Faults
 	pool, err := pgxpool.New(ctx, c.URL)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
 	d, err := dispatcher.New(pool, j, dispatcher.Config{
-		PageSize: c.PageSize, PublishTimeout: c.PublishTimeout, Lease: c.Lease,
-		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
+		PageSize: c.PageSize, PublishTimeout: c.PublishTimeout, Lease: c.Lease, MaxAttempts: c.MaxAttempts,
+		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError + 1})),
 	})
 	if err != nil {
 		return err

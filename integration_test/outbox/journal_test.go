@@ -33,6 +33,8 @@ type journal struct {
 	fail  int           // every n-th message is unreachable; 0: none
 	delay time.Duration // per call
 
+	faults string // the name of a file that holds faults; empty: none
+
 	mu    sync.Mutex
 	calls int
 	count int
@@ -60,9 +62,15 @@ func (j *journal) Publish(ctx context.Context, msgs []postroom.Message) []broker
 	j.mu.Unlock()
 	results := make([]broker.Result, len(msgs))
 	failed := map[[2]string]bool{}
+	f := readFaults(j.faults)
 	for i, m := range msgs {
 		key := [2]string{m.Topic, m.Key}
 		if m.HasKey() && failed[key] {
+			continue
+		}
+		if r, ok := f.result(m); ok {
+			failed[key] = true
+			results[i] = r
 			continue
 		}
 		if err := j.store(ctx, line{j.by, call, m}); err != nil {
