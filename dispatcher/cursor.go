@@ -36,7 +36,7 @@ type sql struct {
 	check, claim, renew, release, load, first, origins, home string
 	poll, begin, close, advance, bounds, pageA, pageB, thin  string
 	behind, anyParked, park, due                             string
-	away, parkedDue, readAway, readDue, settle               string
+	away, parkedDue, readAway, readDue, try, settle          string
 }
 
 func newSQL(schema string) sql {
@@ -47,7 +47,7 @@ func newSQL(schema string) sql {
 		poll: in(pollLanes), begin: in(beginDifference), close: in(closeOrigin), advance: in(advanceCursor),
 		bounds: in(differenceBounds), pageA: in(differencePageA), pageB: in(differencePageB), thin: in(thinCursors),
 		behind: in(keysBehind), anyParked: in(anyParked), park: in(parkMessages), due: in(moveDue),
-		away: in(awayScopes), parkedDue: in(dueParked), readAway: in(readAway), readDue: in(readDue), settle: in(leaveParked),
+		away: in(awayScopes), parkedDue: in(dueParked), readAway: in(readAway), readDue: in(readDue), try: in(tryParked), settle: in(leaveParked),
 	}
 }
 

@@ -25,7 +25,7 @@ const (
 // readAway reads the next messages that wait for a scope, from index
 // outbox_parked_away.
 const readAway = `
-SELECT number, state = 'discarded', attempts,
+SELECT number, state = 'discarded', state = 'refused', attempts,
        id, message_id, topic, key, payload, header_names, header_values, operation, created_at
   FROM "postroom".outbox_parked
  WHERE lane = $1::int4 AND away = $2::text AND number > $3::int8
@@ -40,7 +40,7 @@ WITH heads AS MATERIALIZED (
      WHERE lane = $1::int4 AND due_at <= clock_timestamp()
      ORDER BY due_at LIMIT $2::int4
 )
-SELECT p.number, p.state = 'discarded', p.attempts,
+SELECT p.number, p.state = 'discarded', p.state = 'refused', p.attempts,
        p.id, p.message_id, p.topic, p.key, p.payload, p.header_names, p.header_values, p.operation, p.created_at
   FROM heads h CROSS JOIN LATERAL (
        (SELECT * FROM "postroom".outbox_parked
@@ -55,6 +55,7 @@ type leaver struct {
 	entry
 	number    int64
 	discarded bool // an empty place
+	refused   bool
 	attempts  int
 }
 
@@ -82,7 +83,7 @@ func (l *lane) readParked(work context.Context, q *queue) (page []leaver, more b
 		}
 		var e scanned
 		var v leaver
-		if err := rows.Scan(append([]any{&v.number, &v.discarded, &v.attempts}, e.fields()...)...); err != nil {
+		if err := rows.Scan(append([]any{&v.number, &v.discarded, &v.refused, &v.attempts}, e.fields()...)...); err != nil {
 			return nil, false, err
 		}
 		bytes += e.bytes()
@@ -118,6 +119,9 @@ func (l *lane) leavePage(work context.Context, q *queue) (again bool, err error)
 	}
 	if len(page) == 0 {
 		return l.leftAll(q, held), nil
+	}
+	if err := l.countAttempts(work, page); err != nil {
+		return false, err
 	}
 	timeout := l.d.cfg.PublishTimeout
 	if held {
@@ -166,6 +170,41 @@ func (l *lane) leftAll(q *queue, held bool) (again bool) {
 	return false
 }
 
+// tryParked counts an attempt before it is made, so that one that ends the process
+// is not made without end.
+const tryParked = `
+WITH held AS MATERIALIZED (
+    SELECT l.lane FROM "postroom".outbox_lanes l
+     WHERE l.lane = $1::int4 AND l.fence = $2::int8 AND l.owner = $3::text
+       FOR SHARE OF l
+), tried AS (
+    UPDATE "postroom".outbox_parked
+       SET attempts = attempts + 1, tried_at = clock_timestamp(),
+           due_at = clock_timestamp() + ($5::interval[])[array_position($4::int8[], number)]
+     WHERE number = ANY ($4::int8[]) AND state = 'refused' AND EXISTS (SELECT FROM held)
+)
+SELECT lane FROM held`
+
+// countAttempts counts an attempt at each refused message of a page.
+func (l *lane) countAttempts(work context.Context, page []leaver) error {
+	var numbers []int64
+	var pauses []*time.Duration
+	for _, v := range page {
+		if v.refused {
+			numbers, pauses = append(numbers, v.number), append(pauses, l.pauseAfter(v.attempts+1))
+		}
+	}
+	if len(numbers) == 0 {
+		return nil
+	}
+	var lane int32
+	err := l.d.pool.QueryRow(work, l.d.sql.try, l.number, l.fence, l.d.owner, numbers, pauses).Scan(&lane)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return errLostLane
+	}
+	return err
+}
+
 // publishParked publishes what is not an empty place.
 func (l *lane) publishParked(work context.Context, page []leaver, timeout time.Duration) ([]broker.Result, error) {
 	results := make([]broker.Result, len(page))
@@ -193,7 +232,8 @@ func (l *lane) publishParked(work context.Context, page []leaver, timeout time.D
 
 // leaveParked takes out what has left, in one statement that only the lane's
 // owner can run: the lock makes a takeover wait for its end. An operator who
-// holds a row for long is not waited for.
+// holds a row for long is not waited for. What one has discarded meanwhile is
+// due at once where it is the first of its key.
 const leaveParked = `
 WITH setting AS MATERIALIZED (
     SELECT set_config('synchronous_commit', 'on', true), set_config('lock_timeout', '1s', true)
@@ -205,13 +245,16 @@ WITH setting AS MATERIALIZED (
     DELETE FROM "postroom".outbox_parked WHERE number = ANY ($4::int8[]) AND EXISTS (SELECT FROM held)
 ), refused AS (
     UPDATE "postroom".outbox_parked
-       SET state = 'refused', away = NULL, attempts = attempts + 1, tried_at = clock_timestamp(),
+       SET state = CASE state WHEN 'discarded' THEN state ELSE 'refused' END, away = NULL,
+           attempts = ($19::int4[])[array_position($5::int8[], number)], tried_at = clock_timestamp(),
            error = ($6::text[])[array_position($5::int8[], number)],
-           due_at = clock_timestamp() + ($7::interval[])[array_position($5::int8[], number)]
-     WHERE number = ANY ($5::int8[]) AND state <> 'discarded' AND EXISTS (SELECT FROM held)
+           due_at = clock_timestamp() + CASE state WHEN 'discarded' THEN interval '0'
+                                        ELSE ($7::interval[])[array_position($5::int8[], number)] END
+     WHERE number = ANY ($5::int8[]) AND EXISTS (SELECT FROM held)
 ), later AS (
     UPDATE "postroom".outbox_parked
-       SET due_at = clock_timestamp() + ($9::interval[])[array_position($8::int8[], number)]
+       SET due_at = clock_timestamp() + ($9::interval[])[array_position($8::int8[], number)],
+           attempts = ($20::int4[])[array_position($8::int8[], number)]
      WHERE number = ANY ($8::int8[]) AND EXISTS (SELECT FROM held)
 ), next AS (
     UPDATE "postroom".outbox_parked
@@ -243,9 +286,11 @@ type outcome struct {
 	refused []int64
 	texts   []string
 	pauses  []*time.Duration
+	counts  []int // their attempts
 
-	later  []int64 // to be tried again
-	delays []time.Duration
+	later   []int64 // to be tried again
+	delays  []time.Duration
+	formers []int // their attempts, of which this is none
 
 	next   keys // their next message is due now
 	joined keys // their messages from there on wait for something else
@@ -351,12 +396,14 @@ func (l *lane) failed(work context.Context, o *outcome, q *queue, v leaver, r br
 	case r.Outcome == broker.Refused:
 		text, pause := l.refusal(work, failure{entry: v.entry, err: cmpErr(r.Err, errNoReason)}, v.attempts+1)
 		o.refused, o.texts, o.pauses = append(o.refused, v.number), append(o.texts, text), append(o.pauses, pause)
+		o.counts = append(o.counts, v.attempts+1)
 		if q.scope != "" {
 			o.join(v, v.number, "")
 		}
 		return false
 	case q.scope == "" && r.Outcome == broker.Unreachable:
 		o.later, o.delays = append(o.later, v.number), append(o.delays, q.delay(v.number))
+		o.formers = append(o.formers, v.attempts)
 	case q.scope == "" && v.msg.HasKey():
 		o.next.add(topicKey{v.msg.Topic, v.msg.Key}, v.number-1)
 	case r.Outcome == broker.Unreachable && q.scope == q.topic && r.Scope != "" && r.Scope != q.scope:
@@ -372,7 +419,7 @@ func (l *lane) settleParked(work context.Context, o *outcome) error {
 	err := l.d.pool.QueryRow(work, l.d.sql.settle, l.number, l.fence, l.d.owner,
 		o.gone, o.refused, o.texts, o.pauses, o.later, o.delays,
 		o.next.topics, o.next.keys, o.next.after,
-		o.joined.topics, o.joined.keys, o.joined.after, o.aways, o.alone, o.aloneAways).Scan(&lane)
+		o.joined.topics, o.joined.keys, o.joined.after, o.aways, o.alone, o.aloneAways, o.counts, o.formers).Scan(&lane)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return errLostLane
 	}

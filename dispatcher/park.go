@@ -206,13 +206,22 @@ func (l *lane) parkFailed(work context.Context, refused []failure, away []failur
 // operator to say.
 func (l *lane) refusal(ctx context.Context, f failure, n int) (text string, pause *time.Duration) {
 	level := levelError
-	if n < l.d.cfg.MaxAttempts {
-		d := retryPause(n)
-		level, pause = levelWarn, &d
+	if pause = l.pauseAfter(n); pause != nil {
+		level = levelWarn
 	}
 	l.d.cfg.Logger.LogAttrs(ctx, level, "message refused by the broker and set aside",
 		l.attr(), topicAttr(f.msg.Topic), idAttr(f.msg.ID), attemptAttr(n), errorAttr(f.err))
 	return pg.CleanText(f.err.Error(), maxError), pause
+}
+
+// pauseAfter returns how long to wait after the n-th attempt, or nil after the
+// last.
+func (l *lane) pauseAfter(n int) *time.Duration {
+	if n >= l.d.cfg.MaxAttempts {
+		return nil
+	}
+	d := retryPause(n)
+	return &d
 }
 
 // maxError is the most characters of an error's text that are kept.

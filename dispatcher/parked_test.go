@@ -461,3 +461,32 @@ func TestListParked(t *testing.T) {
 		}
 	}
 }
+
+// An attempt is counted before it is made: a message that ends the process is
+// not tried without end. One that finds the broker away counts for nothing.
+func TestAttemptIsCountedBeforeItIsMade(t *testing.T) {
+	pool := pgtest.New(t)
+	outcome := broker.Result{Outcome: broker.Refused, Err: errors.New("too large")}
+	r := &recorder{answer: func(postroom.Message) broker.Result { return outcome }}
+	var during atomic.Pointer[string]
+	r.before = func(ctx context.Context, _ []postroom.Message) {
+		var row string
+		err := pool.QueryRow(ctx, `SELECT format('%s attempts, due %s', attempts, due_at > now()) FROM postroom.outbox_parked`).Scan(&row)
+		if err == nil {
+			during.Store(&row)
+		}
+	}
+	start(t, pool, r, dispatcher.Config{MaxAttempts: 3})
+	write(t, pool, numbered("orders", 1, 0, 1)...)
+	waitParked(t, pool, 1)
+	r.mu.Lock()
+	outcome = broker.Result{Outcome: broker.Unreachable, Err: errors.New("away")}
+	r.mu.Unlock()
+	execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now(), attempts = 1`)
+	eventually(t, 10*time.Second, func() string {
+		if d := during.Load(); d == nil || *d != "2 attempts, due t" {
+			return "not tried as the second attempt"
+		}
+		return scanSQL[string](t, pool, `SELECT CASE WHEN attempts = 1 AND due_at > now() THEN '' ELSE format('%s attempts', attempts) END FROM postroom.outbox_parked`)
+	})
+}

@@ -76,7 +76,7 @@ func leaveArgs(lane, fence int64, owner string, numbers []int64) []any {
 	none, text := []int64{}, []string{}
 	return []any{
 		lane, fence, owner, numbers, none, text, []time.Duration{}, none, []time.Duration{},
-		text, text, none, text, text, none, text, none, text,
+		text, text, none, text, text, none, text, none, text, []int{}, []int{},
 	}
 }
 
@@ -169,6 +169,7 @@ func TestStaleOwnerChangesNoRow(t *testing.T) {
 			"closeOrigin":     identity(origin),
 			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}, []*time.Duration{nil}, []*string{nil}),
 			"leaveParked":     leaveArgs(lane, 7, "test", []int64{1, 2}),
+			"tryParked":       {lane, int64(7), "test", []int64{1, 2}, []*time.Duration{nil, nil}},
 			"renewLanes":      {"test", time.Minute, []int64{lane}, []int64{7}},
 			"releaseLanes":    {"test", []int64{lane}, []int64{7}},
 		}
