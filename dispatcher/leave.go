@@ -67,8 +67,10 @@ func (l *lane) readParked(work context.Context, q *queue) (page []leaver, more b
 		size = min(size, probeSize)
 	}
 	var rows pgx.Rows
+	short := size // a page with fewer messages is the last
 	if q.scope == "" {
-		rows, err = l.d.pool.Query(work, l.d.sql.readDue, l.number, min(size, dueHeads), size)
+		short = min(size, dueHeads)
+		rows, err = l.d.pool.Query(work, l.d.sql.readDue, l.number, short, size)
 	} else {
 		rows, err = l.d.pool.Query(work, l.d.sql.readAway, l.number, q.scope, q.after, size)
 	}
@@ -92,7 +94,7 @@ func (l *lane) readParked(work context.Context, q *queue) (page []leaver, more b
 			page = append(page, v)
 		}
 	}
-	more = full || len(page) >= size
+	more = full || len(page) >= short
 	if q.ill == nil {
 		q.fit = l.d.fit(size, len(page), full)
 	}
@@ -104,7 +106,7 @@ func (l *lane) readParked(work context.Context, q *queue) (page []leaver, more b
 //
 // While it does, newer messages join the queue. So that it ends, the last few
 // leave while the lane's run is kept from adding to them: only after a call that
-// went well, and with a short deadline.
+// went well and quickly, and with a short deadline.
 func (l *lane) leavePage(work context.Context, q *queue) (again bool, err error) {
 	p := l.parking
 	held := q.last
@@ -127,10 +129,12 @@ func (l *lane) leavePage(work context.Context, q *queue) (again bool, err error)
 	if held {
 		timeout = min(timeout, handOver)
 	}
+	began := time.Now()
 	results, err := l.publishParked(work, page, timeout)
 	if err != nil {
 		return false, err
 	}
+	quick := time.Since(began) < handOver/2
 	if !held {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -152,7 +156,7 @@ func (l *lane) leavePage(work context.Context, q *queue) (again bool, err error)
 	if q.joined {
 		q.joined, q.after = false, 0
 	}
-	q.last = o.all && !more && (q.scope == "" || p.alone(q))
+	q.last = o.all && !more && quick && (q.scope == "" || p.alone(q))
 	return q.ill == nil, nil
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/cenkalti/backoff/v4"
@@ -50,8 +51,9 @@ func retryPause(n int) time.Duration {
 // queue while it has. Only the run adds rows, and only the queues take rows out. Each does so
 // under mu, so neither acts on what the other is about to change.
 type parking struct {
-	l    *lane
-	wake chan struct{}
+	l     *lane
+	wake  chan struct{}
+	isDue atomic.Bool // the queue "" is to be looked at
 
 	mu     sync.Mutex
 	queues map[string]*queue
@@ -152,11 +154,9 @@ func (p *parking) rouse() {
 	}
 }
 
-// due has the messages behind refused ones looked at.
+// due has the messages behind refused ones looked at; it does not block.
 func (p *parking) due() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.queues[""].at = time.Now()
+	p.isDue.Store(true)
 	p.rouse()
 }
 
@@ -193,7 +193,14 @@ func (p *parking) load(ctx context.Context) error {
 // when nothing is being published any more.
 func (p *parking) run(ctx, work context.Context) {
 	var running sync.WaitGroup
-	defer running.Wait()
+	defer func() {
+		running.Wait()
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		for _, q := range p.queues { // the next owner's troubles
+			p.l.d.trouble.clear(p.place(q))
+		}
+	}()
 	for ctx.Err() == nil && p.l.held() {
 		next := p.start(ctx, work, &running)
 		timer := time.NewTimer(next)
