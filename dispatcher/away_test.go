@@ -113,15 +113,27 @@ func TestTopicAwayAfterRestart(t *testing.T) {
 	waitParked(t, pool, 20)
 	stop()
 	write(t, pool, both(20, 20)...)
+	fresh := numbered("lost", 100, 0, 100)
+	for i := range fresh {
+		fresh[i].ID, fresh[i].Key = "fresh"+fresh[i].ID, "fresh"+fresh[i].Key
+	}
+	write(t, pool, fresh...)
 	again := &recorder{answer: f.answer}
-	start(t, pool, again, dispatcher.Config{})
+	stop = start(t, pool, again, dispatcher.Config{})
 	waitStored(t, again, 20)
-	waitParked(t, pool, 40)
+	waitParked(t, pool, 140)
 	if n := f.tries("lostm20"); n > 0 {
 		t.Errorf("a message behind others that wait was tried %d times", n)
 	}
+	if n := f.tries("freshm99"); n > 0 {
+		t.Errorf("a message of a topic that is away was tried %d times", n)
+	}
+	stop()
+	// Nor does it take a new message to find what waits.
 	f.setAway("lost", false)
-	waitStored(t, again, 60)
+	start(t, pool, again, dispatcher.Config{})
+	waitStored(t, again, 160)
+	waitParked(t, pool, 0)
 	if p := keyOrder(again); p != "" {
 		t.Error(p)
 	}

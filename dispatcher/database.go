@@ -15,7 +15,7 @@ import (
 // died without a word would else be waited for as long as TCP does.
 //
 // A statement that was cut off gets twice the time when it is run again, up to
-// patience times the usual, and the usual again once that is enough. So a
+// stretch times the usual, and the usual again once that is enough. So a
 // database that is slow and alive gets its work done.
 type database struct {
 	*pgxpool.Pool
@@ -25,7 +25,7 @@ type database struct {
 	times map[string]time.Duration // statements that were cut off → their time now
 }
 
-const patience = 16
+const stretch = 16
 
 func newDatabase(pool *pgxpool.Pool, timeout time.Duration) *database {
 	return &database{Pool: pool, timeout: timeout, times: make(map[string]time.Duration)}
@@ -79,7 +79,7 @@ func (db *database) ended(sql string, timeout, took time.Duration, cutOff bool) 
 	defer db.mu.Unlock()
 	switch {
 	case cutOff && took >= timeout: // not by the caller's own deadline
-		db.times[sql] = min(2*timeout, patience*db.timeout)
+		db.times[sql] = min(2*timeout, stretch*db.timeout)
 	case took < db.timeout:
 		delete(db.times, sql)
 	}
