@@ -218,8 +218,12 @@ func (p *parking) run(ctx, work context.Context) {
 func (p *parking) start(ctx, work context.Context, running *sync.WaitGroup) (next time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	next = time.Second                          // the lane may be lost
-	now, busy := time.Now(), make(map[bool]int) // ill or not → queues that are running
+	next = time.Second // the lane may be lost
+	if p.isDue.Swap(false) {
+		p.queues[""].at = time.Now()
+	}
+	now := time.Now()
+	busy := make(map[bool]int) // ill or not → queues that are running
 	for _, q := range p.queues {
 		if q.running {
 			busy[q.ill != nil]++
