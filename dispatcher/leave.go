@@ -32,13 +32,15 @@ SELECT number, state = 'discarded', state = 'refused', attempts,
  ORDER BY number LIMIT $4::int4`
 
 // readDue reads the keys whose first parked message is due, each from there on
-// and about as much of each, and due messages without a key.
+// and about as much of each, and due messages without a key. One that an operator
+// is changing is left for later.
 const readDue = `
 WITH heads AS MATERIALIZED (
     SELECT number, topic, key
       FROM "postroom".outbox_parked
      WHERE lane = $1::int4 AND due_at <= clock_timestamp()
      ORDER BY due_at LIMIT $2::int4
+       FOR KEY SHARE SKIP LOCKED
 )
 SELECT p.number, p.state = 'discarded', p.state = 'refused', p.attempts,
        p.id, p.message_id, p.topic, p.key, p.payload, p.header_names, p.header_values, p.operation, p.created_at
@@ -177,8 +179,10 @@ func (l *lane) leftAll(q *queue, held bool) (again bool) {
 // tryParked counts an attempt before it is made, so that one that ends the process
 // is not made without end.
 const tryParked = `
-WITH held AS MATERIALIZED (
-    SELECT l.lane FROM "postroom".outbox_lanes l
+WITH setting AS MATERIALIZED (
+    SELECT set_config('lock_timeout', '1s', true)
+), held AS MATERIALIZED (
+    SELECT l.lane FROM setting, "postroom".outbox_lanes l
      WHERE l.lane = $1::int4 AND l.fence = $2::int8 AND l.owner = $3::text
        FOR SHARE OF l
 ), tried AS (

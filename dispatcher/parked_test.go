@@ -388,6 +388,8 @@ func TestOpenRequeueDelaysNobody(t *testing.T) {
 	start(t, pool, r, dispatcher.Config{})
 	write(t, pool, numbered("orders", 3, 0, 9)...)
 	waitParked(t, pool, 6)
+	// Both fall due when the transaction holds the one.
+	execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now() + interval '1 s' WHERE state = 'refused'`)
 	tx, err := pool.Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -396,7 +398,6 @@ func TestOpenRequeueDelaysNobody(t *testing.T) {
 	if _, err := tx.Exec(t.Context(), `SELECT postroom.requeue_parked(key => 'k0')`); err != nil {
 		t.Fatal(err)
 	}
-	execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now() WHERE message_id = 'm1'`)
 	f.take("m0", "m1")
 	write(t, pool, numbered("orders", 3, 9, 90)...)
 	waitStored(t, r, 3+33+30)
@@ -489,4 +490,42 @@ func TestAttemptIsCountedBeforeItIsMade(t *testing.T) {
 		}
 		return scanSQL[string](t, pool, `SELECT CASE WHEN attempts = 1 AND due_at > now() THEN '' ELSE format('%s attempts', attempts) END FROM postroom.outbox_parked`)
 	})
+}
+
+// A message is discarded while it is tried: what waits behind it leaves, whatever
+// the broker says.
+func TestDiscardWhileTried(t *testing.T) {
+	for _, outcome := range []broker.Outcome{broker.Refused, broker.Unreachable, broker.NotTried, broker.Stored} {
+		t.Run(outcome.String(), func(t *testing.T) {
+			pool := pgtest.New(t)
+			op := dispatcher.Parked{Pool: pool}
+			var tried atomic.Bool
+			r := &recorder{}
+			r.answer = func(m postroom.Message) broker.Result {
+				switch {
+				case m.ID != "m0":
+					return broker.Result{Outcome: broker.Stored}
+				case !tried.Swap(true):
+					return broker.Result{Outcome: broker.Refused, Err: errors.New("too large")}
+				}
+				if n, err := op.Discard(context.Background(), dispatcher.Filter{ID: "m0"}, ""); n != 1 || err != nil {
+					t.Errorf("Discard: %d, %v", n, err)
+				}
+				return broker.Result{Outcome: outcome, Err: errors.New("too large")}
+			}
+			start(t, pool, r, once)
+			write(t, pool, numbered("orders", 1, 0, 5)...)
+			waitParked(t, pool, 5)
+			if n, err := op.Requeue(t.Context(), dispatcher.Filter{ID: "m0"}, ""); n != 1 || err != nil {
+				t.Fatal(n, err)
+			}
+			waitParked(t, pool, 0)
+			eventually(t, 5*time.Second, func() string {
+				if got := strings.Join(r.firsts(), ","); !strings.HasSuffix(got, "m1,m2,m3,m4") {
+					return "published " + got
+				}
+				return ""
+			})
+		})
+	}
 }
