@@ -383,7 +383,7 @@ func TestParkedFunctionsInSQL(t *testing.T) {
 // An operator's open transaction holds up the rows it has changed, and no other.
 func TestOpenRequeueDelaysNobody(t *testing.T) {
 	pool := pgtest.New(t)
-	f := newFaults("m0", "m1")
+	f := newFaults("m0", "m2") // of one lane
 	r := &recorder{answer: f.answer}
 	start(t, pool, r, dispatcher.Config{})
 	write(t, pool, numbered("orders", 3, 0, 9)...)
@@ -398,7 +398,7 @@ func TestOpenRequeueDelaysNobody(t *testing.T) {
 	if _, err := tx.Exec(t.Context(), `SELECT postroom.requeue_parked(key => 'k0')`); err != nil {
 		t.Fatal(err)
 	}
-	f.take("m0", "m1")
+	f.take("m0", "m2")
 	write(t, pool, numbered("orders", 3, 9, 90)...)
 	waitStored(t, r, 3+33+30)
 	if err := tx.Commit(t.Context()); err != nil {
