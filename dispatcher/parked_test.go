@@ -124,18 +124,28 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		start(t, pool, r, dispatcher.Config{PageSize: 10})
 		write(t, pool, numbered("orders", 2, 0, 60)...)
 		waitParked(t, pool, 30)
-		for n := 2; n <= 4; n++ {
+		soon := func() {
 			execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now() WHERE state = 'refused'`)
-			eventually(t, 10*time.Second, func() string {
-				return scanSQL[string](t, pool, `
-					SELECT CASE WHEN attempts >= $1 AND (due_at IS NULL OR tried_at < due_at) THEN '' ELSE format('%s attempts', attempts) END
-					  FROM postroom.outbox_parked WHERE state = 'refused'`, n)
-			})
+		}
+		eventually(t, 10*time.Second, func() string {
+			soon()
+			if n := f.tries("m0"); n < 4 {
+				return fmt.Sprintf("%d attempts", n)
+			}
+			return ""
+		})
+		if n := scanSQL[int](t, pool, `SELECT attempts FROM postroom.outbox_parked WHERE state = 'refused'`); n < 3 {
+			t.Errorf("%d attempts are counted", n)
 		}
 		f.take("m0")
-		execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now() WHERE state = 'refused'`)
 		write(t, pool, numbered("orders", 2, 60, 40)...)
-		waitStored(t, r, 100)
+		eventually(t, 20*time.Second, func() string {
+			soon()
+			if n := len(r.firsts()); n != 100 {
+				return fmt.Sprintf("%d messages are published, want 100", n)
+			}
+			return ""
+		})
 		waitParked(t, pool, 0)
 		write(t, pool, numbered("orders", 2, 100, 2)...)
 		waitStored(t, r, 102)

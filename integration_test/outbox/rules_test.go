@@ -75,8 +75,13 @@ func beginArgs(lane, origin int64) []any {
 func leaveArgs(lane, fence int64, owner string, numbers []int64) []any {
 	none, text := []int64{}, []string{}
 	return []any{
-		lane, fence, owner, numbers, none, text, []time.Duration{}, none, []time.Duration{},
-		text, text, none, text, text, none, text, none, text, []int{}, []int{},
+		lane, fence, owner, numbers, none, text,
+		[]time.Duration{},
+		none,
+		[]time.Duration{},
+		text, text, none, text, text, none, text, none, text,
+		[]int{},
+		[]int{},
 	}
 }
 
