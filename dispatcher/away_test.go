@@ -289,6 +289,12 @@ func TestRefusedAmongWaiting(t *testing.T) {
 	write(t, pool, both(50, 10)...)
 	waitStored(t, r, 82+10+6)
 	waitParked(t, pool, 22)
+	eventually(t, 10*time.Second, func() string {
+		if n := scanSQL[int](t, pool, `SELECT count(*) FROM postroom.outbox_parked WHERE state = 'refused'`); n != 2 {
+			return fmt.Sprintf("%d messages are refused, want 2", n)
+		}
+		return ""
+	})
 	f.take("lostm4", "lostm10")
 	if n, err := (dispatcher.Parked{Pool: pool}).Requeue(t.Context(), dispatcher.Filter{Topic: "lost"}, ""); n != 2 || err != nil {
 		t.Error(n, err)
