@@ -20,7 +20,8 @@ type Config struct {
 
 	// PageBytes ends a page early once its payloads and headers have this many
 	// bytes; a page holds at least one message. A lane keeps up to three pages
-	// in memory. Default 8 MiB.
+	// in memory, and another for each of up to nine topics whose messages were
+	// set aside and are leaving. Default 8 MiB.
 	PageBytes int
 
 	// PublishTimeout bounds one call of the publisher. What has no answer by
@@ -32,9 +33,22 @@ type Config struct {
 	// PublishTimeout where that is more.
 	Lease time.Duration
 
+	// StatementTimeout bounds each statement of the dispatcher, the wait for a
+	// connection of the pool included. One that was cut off gets twice as
+	// long when it is run again, up to sixteen times, so that a database that
+	// is slow and alive is not given up. Default a third of Lease, at
+	// least a second.
+	StatementTimeout time.Duration
+
 	// MaxPollInterval is the longest pause between two polls of an idle
 	// outbox; under traffic it is 2ms. Default 200ms, at least 2ms.
 	MaxPollInterval time.Duration
+
+	// MaxAttempts is how often a message that the broker refuses is tried in
+	// all, after pauses that grow from seconds to half an hour, before it
+	// waits for an operator. At least 1, which means once. Default 20, over
+	// some three hours.
+	MaxAttempts int
 
 	// DrainTimeout bounds how long Run waits, once its context has ended, for
 	// what is being published. Default 30s; negative waits without limit.
@@ -80,11 +94,23 @@ func (c Config) withDefaults() (Config, error) {
 	if c.Lease <= 2*c.PublishTimeout {
 		bad("Lease is %v, want more than twice PublishTimeout, which is %v", c.Lease, c.PublishTimeout)
 	}
+	if c.StatementTimeout == 0 {
+		c.StatementTimeout = max(c.Lease/3, time.Second)
+	}
+	if c.StatementTimeout < 0 {
+		bad("StatementTimeout is %v, want more than 0", c.StatementTimeout)
+	}
 	if c.MaxPollInterval == 0 {
 		c.MaxPollInterval = 200 * time.Millisecond
 	}
 	if c.MaxPollInterval < minPollInterval {
 		bad("MaxPollInterval is %v, want at least %v", c.MaxPollInterval, minPollInterval)
+	}
+	if c.MaxAttempts == 0 {
+		c.MaxAttempts = 20
+	}
+	if c.MaxAttempts < 1 {
+		bad("MaxAttempts is %d, want at least 1", c.MaxAttempts)
 	}
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = 30 * time.Second

@@ -36,7 +36,8 @@ type sql struct {
 	check, checkLanes, load, first, origins, home           string
 	look, join, want, absent, claim, renew, release, leave  string
 	poll, begin, close, advance, bounds, pageA, pageB, thin string
-	behind, park, due, drain, sweep, suspect                string
+	behind, anyParked, park, due, drain, sweep, suspect     string
+	away, parkedDue, readAway, readDue, try, settle         string
 }
 
 func newSQL(schema string) sql {
@@ -47,7 +48,9 @@ func newSQL(schema string) sql {
 		load: in(loadCursor), first: in(firstCursor), origins: in(otherOrigins), home: in(`SELECT "postroom".origin()`),
 		poll: in(pollLanes), begin: in(beginDifference), close: in(closeOrigin), advance: in(advanceCursor),
 		bounds: in(differenceBounds), pageA: in(differencePageA), pageB: in(differencePageB), thin: in(thinCursors),
-		behind: in(keysBehind), park: in(parkMessages), due: in(moveDue), drain: in(drainLane), sweep: in(sweepLanes), suspect: in(suspectMessage),
+		behind: in(keysBehind), anyParked: in(anyParked), park: in(parkMessages), due: in(moveDue),
+		drain: in(drainLane), sweep: in(sweepLanes), suspect: in(suspectMessage),
+		away: in(awayScopes), parkedDue: in(dueParked), readAway: in(readAway), readDue: in(readDue), try: in(tryParked), settle: in(leaveParked),
 	}
 }
 
@@ -99,7 +102,7 @@ func (l *lane) load(ctx context.Context) error {
 		if c.number > 0 && !reopened {
 			l.cur = c
 			l.opened()
-			l.parked = true // perhaps: the next begin asks
+			l.parked = true // perhaps: a page asks
 			return nil
 		}
 		_, err = l.d.pool.Exec(ctx, l.d.sql.first, l.number, l.origin, c.number, l.fence, l.d.owner)

@@ -215,3 +215,62 @@ func TestOpenBulkInsertIsNotWalkedByEveryPoll(t *testing.T) {
 	}
 	waitStored(t, r, 400_010)
 }
+
+// stallable is a connection that can fall silent without being closed.
+type stallable struct {
+	net.Conn
+	silent atomic.Bool
+}
+
+func (c *stallable) Read(b []byte) (int, error) {
+	for {
+		n, err := c.Conn.Read(b)
+		if err != nil || !c.silent.Load() {
+			return n, err
+		}
+	}
+}
+
+// Connections that have died without a word are given up at the deadline of the
+// statement; others are made, and everything goes on.
+func TestSilentConnections(t *testing.T) {
+	direct := pgtest.New(t)
+	var mu sync.Mutex
+	var conns []*stallable
+	cfg := direct.Config()
+	dialer := cfg.ConnConfig.DialFunc
+	cfg.ConnConfig.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := dialer(ctx, network, addr)
+		if err != nil {
+			return nil, err
+		}
+		s := &stallable{Conn: c}
+		mu.Lock()
+		defer mu.Unlock()
+		conns = append(conns, s)
+		return s, nil
+	}
+	pool, err := pgxpool.NewWithConfig(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	r := &recorder{}
+	start(t, pool, r, dispatcher.Config{StatementTimeout: 500 * time.Millisecond})
+	write(t, direct, numbered("orders", 5, 0, 50)...)
+	waitStored(t, r, 50)
+	mu.Lock()
+	for _, c := range conns {
+		c.silent.Store(true)
+	}
+	mu.Unlock()
+	began := time.Now()
+	write(t, direct, numbered("orders", 5, 50, 50)...)
+	waitStored(t, r, 100)
+	if d := time.Since(began); d > 8*time.Second {
+		t.Errorf("it took %v", d)
+	}
+	if p := keyOrder(r); p != "" {
+		t.Error(p)
+	}
+}

@@ -65,7 +65,6 @@ WITH setting AS MATERIALIZED (
     RETURNING number
 )
 SELECT here.cur::text, (SELECT number FROM appended) IS NOT NULL,
-       (SELECT true FROM "postroom".outbox_parked WHERE lane = $1 LIMIT 1) IS NOT NULL,
        f.id, f.message_id, f.topic, f.key, f.payload, f.header_names, f.header_values, f.operation, f.created_at
   FROM here LEFT JOIN found f ON true
  ORDER BY f.id`
@@ -90,14 +89,14 @@ func (l *lane) begin(ctx context.Context, force bool) (msgs []entry, more bool, 
 	}
 	defer rows.Close()
 	var cur string
-	var appended, parked bool
+	var appended bool
 	seen, bytes := 0, 0
 	for rows.Next() {
 		if more { // read on to the end, but keep no more
 			continue
 		}
 		var e scanned
-		if err := rows.Scan(append([]any{&cur, &appended, &parked}, e.fields()...)...); err != nil {
+		if err := rows.Scan(append([]any{&cur, &appended}, e.fields()...)...); err != nil {
 			return nil, false, err
 		}
 		if e.id == nil {
@@ -116,7 +115,6 @@ func (l *lane) begin(ctx context.Context, force bool) (msgs []entry, more bool, 
 		return nil, false, errReload
 	}
 	l.fit = l.d.fit(size, len(msgs), bytes > l.d.cfg.PageBytes)
-	l.parked = parked
 	if !appended {
 		return nil, false, nil
 	}

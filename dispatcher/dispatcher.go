@@ -40,14 +40,16 @@ var ErrDrainTimeout = errors.New("dispatcher: publishes were still running at th
 
 // A Dispatcher publishes the messages of one outbox.
 type Dispatcher struct {
-	cfg     Config
-	pool    *pgxpool.Pool
-	pub     broker.Publisher
-	sql     sql
-	owner   string
-	began   time.Time
-	home    atomic.Int64 // the database's origin
-	trouble *troubles
+	cfg   Config
+	pool  *database
+	pub   broker.Publisher
+	sql   sql
+	owner string
+	began time.Time
+	home  atomic.Int64 // the database's origin
+
+	lastStored atomic.Int64 // when the broker last stored something, in nanoseconds of clock
+	trouble    *troubles
 
 	nudge chan struct{} // a lane has come to rest: see to it at once
 
@@ -62,8 +64,9 @@ type Dispatcher struct {
 // pub. It reports every problem of cfg at once, and does not connect.
 //
 // The dispatcher holds at most one connection for each lane that it publishes,
-// a second one while it reads ahead, and three for its own upkeep, each for
-// one statement at a time: any pool size works. No connection is held while
+// a second one while it reads ahead, one for each topic whose set-aside messages
+// leave, and four for its own upkeep, each for one statement at a time: any pool
+// size works. No connection is held while
 // the broker is being waited for.
 func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, error) {
 	cfg, err := cfg.withDefaults()
@@ -78,7 +81,7 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 	}
 	host, _ := os.Hostname() // only for people to read
 	return &Dispatcher{
-		cfg: cfg, pool: pool, pub: pub, sql: newSQL(cfg.Schema),
+		cfg: cfg, pool: newDatabase(pool, cfg.StatementTimeout), pub: pub, sql: newSQL(cfg.Schema),
 		owner:   fmt.Sprintf("%s/%d/%s", host, os.Getpid(), postroom.NewID()),
 		began:   time.Now(),
 		trouble: &troubles{log: cfg.Logger, at: make(map[string]*trouble)},
@@ -153,6 +156,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	wg.Go(func() { d.poll(ctx) })
 	wg.Go(func() { d.schedule(ctx) })
+	wg.Go(func() { d.watchParked(ctx) })
 	d.keep(ctx, work)
 	wg.Wait()
 	if timedOut.Load() {

@@ -56,11 +56,19 @@ func (l *lane) drain(work context.Context) error {
 	if err := l.advance(work, settledID); err != nil {
 		return err
 	}
+	l.parking.mu.Lock()
+	defer l.parking.mu.Unlock()
+	if l.parking.busy() { // its messages go to another lane: none may be outstanding
+		return nil
+	}
 	var n int
 	if err := l.d.pool.QueryRow(work, l.d.sql.drain, l.identity()...).Scan(&n); err != nil {
 		return err
 	}
 	l.drained = n == 1
+	if l.drained {
+		l.stop() // under the lock, so that none of its messages is published any more
+	}
 	return nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -52,8 +53,9 @@ type lane struct {
 
 	published  bool  // all of cur's difference is settled, though its row may not say so
 	done       int64 // settled up to this id within the difference
-	parked     bool  // the lane has parked messages
-	fit        int   // messages that are expected to fit into a page's bytes
+	parked     bool  // the lane may have parked messages
+	parking    *parking
+	fit        int // messages that are expected to fit into a page's bytes
 	lastAppend time.Time
 
 	starts  int  // owners in a row that may have died of a message: see poison.go
@@ -62,6 +64,8 @@ type lane struct {
 
 	thinnedTo int64
 	lastThin  time.Time
+
+	askedParked time.Time // when it was last asked whether it has parked messages
 }
 
 // pollState is what a poll needs to know of an idle lane.
@@ -81,11 +85,14 @@ func (l *lane) left() time.Duration {
 // run publishes the lane's messages until ctx ends or the lane is lost. work
 // outlives ctx and carries what has begun.
 func (l *lane) run(ctx, work context.Context) {
+	var leaving sync.WaitGroup
+	leaving.Go(func() { l.parking.run(ctx, work) })
 	defer func() {
 		l.idle.Store(nil)
+		l.stop()
+		leaving.Wait()
 		l.d.trouble.clear(l.name())
 		l.d.trouble.clear(l.broker())
-		l.stop()
 		close(l.ended)
 		l.d.see()
 	}()
@@ -136,9 +143,12 @@ func (l *lane) give() {
 	l.stop()
 }
 
-// start settles what other databases left in the lane, then loads the cursor
-// of this one.
+// start learns what parked messages wait for and settles what other databases
+// left in the lane, then loads the cursor of this one.
 func (l *lane) start(ctx, work context.Context) error {
+	if err := l.parking.load(work); err != nil {
+		return err
+	}
 	others, err := l.otherOrigins(work)
 	if err != nil {
 		return err

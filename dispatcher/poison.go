@@ -149,18 +149,24 @@ func (l *lane) publishSingle(ctx, work context.Context, r *reader) (more bool, e
 }
 
 // parkGuilty sets the page's message aside as refused, and returns what is left
-// of the page. One that waits behind its key has killed nobody.
+// of the page. One that waits behind its key has killed nobody. It is not tried
+// again by itself.
 func (l *lane) parkGuilty(step context.Context, page []entry, deaths int) ([]entry, error) {
-	if l.parked {
-		var err error
-		if page, err = l.parkBehind(step, page); err != nil || len(page) == 0 {
-			return page, err
-		}
+	page, err := l.setAside(step, page)
+	if err != nil || len(page) == 0 {
+		return page, err
 	}
 	// The count goes down first: a death in between only prolongs the search.
 	if err := l.suspect(step, narrowFrom, false); err != nil {
 		return nil, err
 	}
+	guilty := page[0]
 	reason := fmt.Errorf("%d processes in a row have died while this message was being published", deaths)
-	return l.parkRefused(step, []refusal{{page[0], reason}}, nil)
+	l.d.cfg.Logger.LogAttrs(step, levelError, "message set aside as refused",
+		l.attr(), topicAttr(guilty.msg.Topic), idAttr(guilty.msg.ID), errorAttr(reason))
+	var a aside
+	a.refuse(guilty, reason.Error(), nil)
+	l.parking.mu.Lock()
+	defer l.parking.mu.Unlock()
+	return nil, l.park(step, a)
 }

@@ -26,7 +26,7 @@ type parkedRow struct {
 func parked(t testing.TB, pool *pgxpool.Pool) []parkedRow {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `
-		SELECT message_id, state, attempts, error FROM postroom.outbox_parked ORDER BY lane, origin, id`)
+		SELECT message_id, state, attempts, error FROM postroom.outbox_parked ORDER BY number`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,7 +52,7 @@ func TestRefusedIsParkedAndItsKeyWaits(t *testing.T) {
 	pgtest.Each(t, func(t *testing.T, s *pgtest.Server) {
 		pool := s.New(t)
 		r := &recorder{answer: refuse("m3")}
-		stop := start(t, pool, r, dispatcher.Config{PageSize: 4})
+		stop := start(t, pool, r, dispatcher.Config{PageSize: 4, MaxAttempts: 1})
 		write(t, pool, numbered("orders", 3, 0, 30)...) // m3, m6, m9, … are of key k0
 		waitStored(t, r, 20+1)                          // k1, k2, and m0
 		write(t, pool, numbered("orders", 3, 30, 3)...) // m30 waits too
@@ -138,7 +138,7 @@ func TestCase_B06_RefusedHeadsLetTheRestPass(t *testing.T) {
 	}}
 	write(t, pool, numbered("bad", 10, 0, 10)...)
 	write(t, pool, numbered("good", 10, 10, 1000)...)
-	start(t, pool, r, dispatcher.Config{PageSize: 10})
+	start(t, pool, r, dispatcher.Config{PageSize: 10, MaxAttempts: 1})
 	waitStored(t, r, 1000)
 	eventually(t, 5*time.Second, func() string {
 		if n := len(parked(t, pool)); n != 10 {

@@ -154,6 +154,7 @@ func (k *keeper) claim(ctx, work, step context.Context, most int) (int, error) {
 			wake: make(chan bool, 1), stop: stop, ended: make(chan struct{}),
 			fit: min(firstFit, d.cfg.PageSize), starts: c.Starts, careful: c.Starts > 0,
 		}
+		l.parking = newParking(l)
 		l.lease.Store(int64(until.Sub(d.began)))
 		d.mu.Lock()
 		d.lanes[l.number] = l

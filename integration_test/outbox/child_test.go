@@ -32,6 +32,8 @@ type childConfig struct {
 	Lease              time.Duration
 	Fail               int
 	Delay              time.Duration
+	Faults             string // a file that holds faults, see there
+	MaxAttempts        int
 	Exit               string // the id of a message that ends the process
 	Away               bool   // the broker takes nothing
 }
@@ -59,15 +61,15 @@ func runChild() error {
 	if err != nil {
 		return err
 	}
-	j.fail, j.delay, j.exit, j.away = c.Fail, c.Delay, c.Exit, c.Away
+	j.fail, j.delay, j.faults, j.exit, j.away = c.Fail, c.Delay, c.Faults, c.Exit, c.Away
 	pool, err := pgxpool.New(ctx, c.URL)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
 	d, err := dispatcher.New(pool, j, dispatcher.Config{
-		PageSize: c.PageSize, PublishTimeout: c.PublishTimeout, Lease: c.Lease,
-		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError})),
+		PageSize: c.PageSize, PublishTimeout: c.PublishTimeout, Lease: c.Lease, MaxAttempts: c.MaxAttempts,
+		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelError + 1})),
 	})
 	if err != nil {
 		return err

@@ -71,6 +71,20 @@ func beginArgs(lane, origin int64) []any {
 	}
 }
 
+// leaveArgs are the parameters by which parked rows are taken out.
+func leaveArgs(lane, fence int64, owner string, numbers []int64) []any {
+	none, text := []int64{}, []string{}
+	return []any{
+		lane, fence, owner, numbers, none, text,
+		[]time.Duration{},
+		none,
+		[]time.Duration{},
+		text, text, none, text, text, none, text, none, text,
+		[]int{},
+		[]int{},
+	}
+}
+
 // ownLane makes "test" the owner of every lane, at the empty snapshot.
 func ownLane(t testing.TB, db queryer) (lane, origin int64) {
 	t.Helper()
@@ -152,12 +166,16 @@ func TestStaleOwnerChangesNoRow(t *testing.T) {
 		args := beginArgs(lane, origin)
 		identity := func(more ...any) []any { return append(slices.Clone(args[:10]), more...) }
 		first := scan[int64](t, pool, `SELECT min(id) FROM "postroom".outbox_messages`)
+		exec(t, pool, `INSERT INTO "postroom".outbox_parked (lane, origin, id, state, error, created_at, hash, message_id, topic, header_names, header_values)
+			VALUES ($1, $2, 1000, 'refused', 'never', now(), 1, 'p', 'orders', '{}', '{}')`, lane, origin)
 		exec(t, pool, `INSERT INTO "postroom".outbox_generations (generation, lanes, origin, former) VALUES (2, 4, $1, '1:1:')`, origin)
 		statements := map[string][]any{
 			"beginDifference": args,
 			"advanceCursor":   identity(int64(5), origin),
 			"closeOrigin":     identity(origin),
-			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}),
+			"parkMessages":    identity(int64(5), origin, []int64{first}, []string{"never"}, []*time.Duration{nil}, []*string{nil}),
+			"leaveParked":     leaveArgs(lane, 7, "test", []int64{1, 2}),
+			"tryParked":       {lane, int64(7), "test", []int64{1, 2}, []*time.Duration{nil, nil}},
 			"drainLane":       identity(),
 			"renewLanes":      {"test", time.Minute, []int64{lane}, []int64{7}},
 			"releaseLanes":    {"test", []int64{lane}, []int64{7}},
@@ -184,6 +202,51 @@ func TestStaleOwnerChangesNoRow(t *testing.T) {
 					t.Errorf("%s changes a row although the lane has %s", name, other)
 				}
 			}
+		}
+	})
+}
+
+// TestParkingWaitsForATakeover: what moves parked messages waits for a takeover that
+// is under way, and then changes nothing; so the next owner sees all of it or none.
+func TestParkingWaitsForATakeover(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		pool := connect(t, s.database(t))
+		write(t, pool, numbered(1, 0, 2)...)
+		lane, origin := ownLane(t, pool)
+		first := scan[int64](t, pool, `SELECT min(id) FROM "postroom".outbox_messages`)
+		exec(t, pool, `INSERT INTO "postroom".outbox_parked (lane, origin, id, state, error, created_at, hash, message_id, topic, header_names, header_values)
+			VALUES ($1, $2, 1000, 'refused', 'never', now(), 1, 'p', 'orders', '{}', '{}')`, lane, origin)
+		none := []*time.Duration{nil}
+		statements := map[string][]any{
+			"parkMessages": append(slices.Clone(beginArgs(lane, origin)[:10]), int64(5), origin, []int64{first}, []string{"never"}, none, []*string{nil}),
+			"leaveParked":  leaveArgs(lane, 7, "test", []int64{1}),
+			"tryParked":    {lane, int64(7), "test", []int64{1}, none},
+		}
+		for name, args := range statements {
+			tx, err := pool.Begin(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			exec(t, tx, `UPDATE "postroom".outbox_lanes SET fence = 8, owner = 'other' WHERE lane = $1`, lane)
+			done := make(chan int, 1)
+			go func() { done <- count(t, pool, statement(t, name), args...) }()
+			eventually(t, 10*time.Second, func() string {
+				if scan[int](t, pool, `SELECT count(*) FROM pg_locks WHERE NOT granted`) == 0 {
+					return name + " does not wait"
+				}
+				return ""
+			})
+			commit(t, tx)
+			if n := <-done; n != 0 {
+				t.Errorf("%s says it did something", name)
+			}
+			if n := scan[int](t, pool, `SELECT count(*) FROM "postroom".outbox_parked WHERE attempts = 0`); n != 1 {
+				t.Errorf("after %s %d parked messages are as they were, want 1", name, n)
+			}
+			if n := scan[int](t, pool, `SELECT count(*) FROM "postroom".outbox_messages`); n != 2 {
+				t.Errorf("after %s %d messages are not parked, want 2", name, n)
+			}
+			exec(t, pool, `UPDATE "postroom".outbox_lanes SET fence = 7, owner = 'test' WHERE lane = $1`, lane)
 		}
 	})
 }

@@ -134,15 +134,26 @@ CREATE TABLE "postroom".outbox_scheduled (
 );
 CREATE INDEX outbox_scheduled_message ON "postroom".outbox_scheduled (message_id);
 
--- Messages set aside: refused by the broker, or waiting behind one of their
--- topic and key that was. They leave in the order of (lane, origin, id).
+-- Messages set aside. Those of one lane, topic and key leave in the order of
+-- number, before any that still stands in outbox_messages. A row is
+--   refused    by the broker: the first of its key. It is tried when due_at has
+--              come; without due_at an operator decides.
+--   waiting    behind a refused one of its key, or for what away names, a topic
+--              or a part of one that cannot be reached. All rows of a key agree.
+--   discarded  or sent elsewhere by an operator: an empty place, which keeps the
+--              key's order until the lane's owner takes it out.
+-- due_at stands only at the first row of a key, or at one without a key.
 CREATE TABLE "postroom".outbox_parked (
+    number        bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     lane          integer     NOT NULL,
     origin        bigint      NOT NULL,
     id            bigint      NOT NULL,
-    state         text        NOT NULL CHECK (state IN ('refused', 'waiting')),
-    attempts      integer     NOT NULL CHECK (attempts >= 0),
+    state         text        NOT NULL CHECK (state IN ('refused', 'waiting', 'discarded')),
+    away          text        CHECK (away <> ''),
+    due_at        timestamptz,
+    attempts      integer     NOT NULL DEFAULT 0 CHECK (attempts >= 0),
     error         text        CHECK (length(error) <= 1000),
+    tried_at      timestamptz,
     parked_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
     created_at    timestamptz NOT NULL,
     hash          integer     NOT NULL,
@@ -153,8 +164,150 @@ CREATE TABLE "postroom".outbox_parked (
     header_names  text[]      NOT NULL,
     header_values bytea[]     NOT NULL,
     operation     text,
-    PRIMARY KEY (lane, origin, id),
-    CHECK (state <> 'refused' OR (error IS NOT NULL AND attempts > 0)),
-    CHECK (state <> 'waiting' OR (key IS NOT NULL AND error IS NULL AND attempts = 0))
+    CHECK (away IS NULL OR (state <> 'refused' AND due_at IS NULL)),
+    CHECK (state <> 'refused' OR error IS NOT NULL),
+    CHECK (state <> 'waiting' OR (error IS NULL AND attempts = 0)),
+    CHECK (state <> 'waiting' OR key IS NOT NULL OR away IS NOT NULL)
 );
-CREATE INDEX outbox_parked_key ON "postroom".outbox_parked (lane, topic, key, origin, id) WHERE key IS NOT NULL;
+CREATE INDEX outbox_parked_key ON "postroom".outbox_parked (lane, topic, key, number);
+CREATE INDEX outbox_parked_due ON "postroom".outbox_parked (lane, due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX outbox_parked_away ON "postroom".outbox_parked (lane, away, number) WHERE away IS NOT NULL;
+CREATE INDEX outbox_parked_refused ON "postroom".outbox_parked (number) WHERE state = 'refused';
+
+-- What operators did with parked messages. A message that was discarded is
+-- here as it was. Nothing cleans this table.
+CREATE TABLE "postroom".outbox_parked_history (
+    number        bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at            timestamptz NOT NULL DEFAULT clock_timestamp(),
+    who           text        NOT NULL,
+    action        text        NOT NULL CHECK (action IN ('requeue', 'discard', 'redirect')),
+    reason        text,
+    target        text        CHECK ((action = 'redirect') = (target IS NOT NULL)),
+    parked        bigint      NOT NULL,
+    state         text        NOT NULL,
+    attempts      integer     NOT NULL,
+    error         text,
+    parked_at     timestamptz NOT NULL,
+    created_at    timestamptz NOT NULL,
+    message_id    text        NOT NULL,
+    topic         text        NOT NULL,
+    key           text,
+    payload       bytea,
+    header_names  text[]      NOT NULL DEFAULT '{}',
+    header_values bytea[]     NOT NULL DEFAULT '{}',
+    operation     text
+);
+CREATE INDEX outbox_parked_history_message ON "postroom".outbox_parked_history (message_id);
+
+-- The number from which a keyed message's lane follows: what package outbox
+-- computes when it writes.
+CREATE FUNCTION "postroom".lane_hash(topic text, key text) RETURNS integer
+LANGUAGE plpgsql IMMUTABLE STRICT SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    bytes bytea  := convert_to(topic, 'UTF8') || '\x00'::bytea || convert_to(key, 'UTF8');
+    h     bigint := 2166136261;
+BEGIN
+    FOR i IN 0 .. length(bytes) - 1 LOOP
+        h := ((h # get_byte(bytes, i)) * 16777619) & 4294967295;
+    END LOOP;
+    h := ((h # (h >> 16)) * 73244475) & 4294967295;
+    RETURN (h # (h >> 16)) & 2147483647;
+END
+$$;
+
+-- change_parked does what the three functions below say. It works through the
+-- rows in their order, at most as many as asked for, from behind a number.
+CREATE FUNCTION "postroom".change_parked(
+    action text, target text, topic text, key text, message_id text, error text, older_than interval,
+    everything boolean, who text, reason text, after bigint, most integer,
+    OUT messages bigint, OUT last bigint)
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_custom_plan AS $a_tag_that_is_longer_than_a_schema_name_can_be_so_that_none_holds_it$
+#variable_conflict use_column
+BEGIN
+    IF num_nonnulls(change_parked.topic, change_parked.key, change_parked.message_id, change_parked.error,
+                    change_parked.older_than) = 0 AND NOT coalesce(everything, false) THEN
+        RAISE EXCEPTION 'which parked messages? Give topic, key, message_id, error or older_than, or everything => true'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF action = 'redirect' AND coalesce(change_parked.target, '') = '' THEN
+        RAISE EXCEPTION 'to which topic? Give target' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    WITH chosen AS MATERIALIZED (
+        SELECT p.*
+          FROM "postroom".outbox_parked p
+         WHERE p.number > after
+           AND (p.state = 'refused' OR action <> 'requeue' AND p.state = 'waiting')
+           AND (change_parked.topic IS NULL OR p.topic = change_parked.topic)
+           AND (change_parked.key IS NULL OR p.key = change_parked.key)
+           AND (change_parked.message_id IS NULL OR p.message_id = change_parked.message_id)
+           AND (change_parked.error IS NULL OR strpos(p.error, change_parked.error) > 0)
+           AND (older_than IS NULL OR p.parked_at < clock_timestamp() - older_than)
+           AND (action <> 'redirect' OR p.topic <> change_parked.target)
+         ORDER BY p.number LIMIT most FOR UPDATE
+    ), noted AS (
+        INSERT INTO "postroom".outbox_parked_history (who, action, reason, target, parked, state, attempts, error,
+               parked_at, created_at, message_id, topic, key, payload, header_names, header_values, operation)
+        SELECT coalesce(change_parked.who, session_user), change_parked.action, change_parked.reason, change_parked.target,
+               c.number, c.state, c.attempts, c.error, c.parked_at, c.created_at, c.message_id, c.topic, c.key,
+               CASE WHEN change_parked.action = 'discard' THEN c.payload END,
+               CASE WHEN change_parked.action = 'discard' THEN c.header_names ELSE '{}' END,
+               CASE WHEN change_parked.action = 'discard' THEN c.header_values ELSE '{}' END,
+               c.operation
+          FROM chosen c ORDER BY c.number
+    ), requeued AS (
+        UPDATE "postroom".outbox_parked p SET attempts = 0, due_at = clock_timestamp()
+          FROM chosen c WHERE p.number = c.number AND change_parked.action = 'requeue'
+    ), sent AS (
+        INSERT INTO "postroom".outbox_messages
+               (created_at, hash, message_id, topic, key, payload, header_names, header_values, operation)
+        SELECT c.created_at, coalesce("postroom".lane_hash(change_parked.target, c.key), c.hash), c.message_id,
+               change_parked.target, c.key, c.payload, c.header_names, c.header_values, c.operation
+          FROM chosen c WHERE change_parked.action = 'redirect' ORDER BY c.number
+    ), emptied AS (
+        UPDATE "postroom".outbox_parked p
+           SET state = 'discarded', payload = NULL, header_names = '{}', header_values = '{}',
+               due_at = CASE WHEN p.state = 'refused' THEN clock_timestamp() ELSE p.due_at END
+          FROM chosen c WHERE p.number = c.number AND change_parked.action <> 'requeue'
+    )
+    SELECT count(*), coalesce(max(c.number), after) INTO messages, last FROM chosen c;
+END
+$a_tag_that_is_longer_than_a_schema_name_can_be_so_that_none_holds_it$;
+
+-- requeue_parked has the dispatcher try refused messages at once, with their
+-- attempts counted anew. What waits behind them follows in order. Like the two
+-- below it returns how many messages it took, the first ones of those that
+-- match, and the number of the last: pass that as after to go on.
+CREATE FUNCTION "postroom".requeue_parked(
+    topic text DEFAULT NULL, key text DEFAULT NULL, message_id text DEFAULT NULL, error text DEFAULT NULL,
+    older_than interval DEFAULT NULL, everything boolean DEFAULT false, who text DEFAULT NULL,
+    reason text DEFAULT NULL, after bigint DEFAULT 0, most integer DEFAULT 10000,
+    OUT messages bigint, OUT last bigint)
+LANGUAGE sql BEGIN ATOMIC
+SELECT * FROM "postroom".change_parked('requeue', NULL, topic, key, message_id, error, older_than,
+                                       everything, who, reason, after, most);
+END;
+
+-- discard_parked gives up refused and waiting messages: they will not be
+-- published, and stand in outbox_parked_history as they were.
+CREATE FUNCTION "postroom".discard_parked(
+    topic text DEFAULT NULL, key text DEFAULT NULL, message_id text DEFAULT NULL, error text DEFAULT NULL,
+    older_than interval DEFAULT NULL, everything boolean DEFAULT false, who text DEFAULT NULL,
+    reason text DEFAULT NULL, after bigint DEFAULT 0, most integer DEFAULT 10000,
+    OUT messages bigint, OUT last bigint)
+LANGUAGE sql BEGIN ATOMIC
+SELECT * FROM "postroom".change_parked('discard', NULL, topic, key, message_id, error, older_than,
+                                       everything, who, reason, after, most);
+END;
+
+-- redirect_parked sends refused and waiting messages to another topic, in their
+-- order and behind what that topic has already: a misspelt name.
+CREATE FUNCTION "postroom".redirect_parked(
+    target text,
+    topic text DEFAULT NULL, key text DEFAULT NULL, message_id text DEFAULT NULL, error text DEFAULT NULL,
+    older_than interval DEFAULT NULL, everything boolean DEFAULT false, who text DEFAULT NULL,
+    reason text DEFAULT NULL, after bigint DEFAULT 0, most integer DEFAULT 10000,
+    OUT messages bigint, OUT last bigint)
+LANGUAGE sql BEGIN ATOMIC
+SELECT * FROM "postroom".change_parked('redirect', target, topic, key, message_id, error, older_than,
+                                       everything, who, reason, after, most);
+END;
