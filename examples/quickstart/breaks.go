@@ -5,6 +5,7 @@ import (
 	"hash/crc32"
 	"math/rand/v2"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -16,10 +17,11 @@ import (
 // What -break takes: each breaks one promise on purpose, to show that the check
 // at the end notices.
 const (
-	breakDedupe  = "dedupe"  // subscribers without an inbox: doubled
-	breakOutbox  = "outbox"  // producers publish inside the transaction: published although rolled back
-	breakOrder   = "order"   // the publisher sends a page in any order: out of order at the broker
-	breakPublish = "publish" // the publisher reports what it did not send: lost
+	breakDedupe   = "dedupe"   // subscribers without an inbox: doubled
+	breakOutbox   = "outbox"   // producers publish inside the transaction: published although rolled back
+	breakOrder    = "order"    // the publisher sends a page in any order: out of order at the broker
+	breakPublish  = "publish"  // the publisher reports what it did not send: lost
+	breakDelivery = "delivery" // messages reach the inbox in any order: out of order in effect
 )
 
 // withoutInbox is what a subscriber without an inbox does: handle, commit,
@@ -39,6 +41,21 @@ func (s *subscriber) withoutInbox(ctx context.Context, pool *pgxpool.Pool, sub b
 			_ = d.Ack(work) // likewise
 		})
 	})
+}
+
+// shuffled returns a deliver that passes deliveries on in any order, and what
+// waits until all are passed on.
+func shuffled(deliver func(broker.Delivery)) (func(broker.Delivery), func()) {
+	var one sync.Mutex
+	var all sync.WaitGroup
+	return func(d broker.Delivery) {
+		all.Go(func() {
+			time.Sleep(rand.N(20 * time.Millisecond))
+			one.Lock()
+			defer one.Unlock()
+			deliver(d)
+		})
+	}, all.Wait
 }
 
 // publishShuffled sends messages in any order.

@@ -19,7 +19,7 @@ import (
 // its orders.
 type assignment struct {
 	DatabaseURL string
-	BrokerURL   string
+	Route       route
 	Subscriber  string // of a consumer
 	Seed        uint64
 	Break       string

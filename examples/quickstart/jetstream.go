@@ -10,17 +10,11 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/postroom/postroom/internal/throwaway"
 )
 
-// A record is one message as it stands in the broker.
-type record struct {
-	id    string
-	entry // as far as the broker's message tells
-	raw   jetstream.Msg
-}
-
-// A jetStream is the quick start's own sight of the broker. It knows nothing
-// of Postroom but the names of the headers, so it can tell what Postroom did.
+// A jetStream is the quick start's own sight of NATS JetStream.
 type jetStream struct {
 	conn   *nats.Conn
 	js     jetstream.JetStream
@@ -28,6 +22,28 @@ type jetStream struct {
 }
 
 const streamName = "QUICKSTART"
+
+// setNATS starts NATS or connects to the given one, and makes the stream.
+func (st *stage) setNATS(ctx context.Context, given string) (is string, err error) {
+	st.route.URL = given
+	origin := "given"
+	if given == "" {
+		server, err := throwaway.StartNATS(ctx, throwaway.NATSConfig{})
+		if err != nil {
+			return "", err
+		}
+		st.closers = append(st.closers, server.Close)
+		st.route.URL = server.URL
+		origin = "embedded"
+	}
+	j, err := openJetStream(ctx, st.route.URL)
+	if err != nil {
+		return "", err
+	}
+	st.closers = append(st.closers, j.Close)
+	st.sight = j
+	return fmt.Sprintf("NATS %s with JetStream, %s", j.conn.ConnectedServerVersion(), origin), nil
+}
 
 // openJetStream connects and makes the stream, which Postroom never does by
 // itself.
@@ -77,8 +93,6 @@ func (j *jetStream) makeStream(ctx context.Context) (err error) {
 	return err
 }
 
-// read calls f with every record from the first on, and follows the stream
-// until ctx ends or f returns false.
 func (j *jetStream) read(ctx context.Context, f func(record) bool) error {
 	consumer, err := j.stream.OrderedConsumer(ctx, jetstream.OrderedConsumerConfig{})
 	if err != nil {
@@ -100,9 +114,9 @@ func (j *jetStream) read(ctx context.Context, f func(record) bool) error {
 		}
 		n, _ := strconv.ParseInt(m.Headers().Get(sequenceHeader), 10, 64) // 0, a wrong number, if it is missing
 		r := record{
-			id:    m.Headers().Get("postroom-id"),
-			entry: entry{key: m.Headers().Get("postroom-key"), n: n, sum: sha256.Sum256(m.Data())},
-			raw:   m,
+			id:     m.Headers().Get("postroom-id"),
+			entry:  entry{key: m.Headers().Get("postroom-key"), n: n, sum: sha256.Sum256(m.Data())},
+			repeat: func(ctx context.Context) error { return j.repeat(ctx, m) },
 		}
 		if !f(r) {
 			return nil
@@ -110,11 +124,11 @@ func (j *jetStream) read(ctx context.Context, f func(record) bool) error {
 	}
 }
 
-// repeat stores a copy of a record. Without Nats-Msg-Id the broker's own
+// repeat stores a copy of a message. Without Nats-Msg-Id the broker's own
 // deduplication, which ends with its window, does not see that it is one.
-func (j *jetStream) repeat(ctx context.Context, r record) error {
-	again := &nats.Msg{Subject: r.raw.Subject(), Data: r.raw.Data(), Header: nats.Header{}}
-	for name, values := range r.raw.Headers() {
+func (j *jetStream) repeat(ctx context.Context, m jetstream.Msg) error {
+	again := &nats.Msg{Subject: m.Subject(), Data: m.Data(), Header: nats.Header{}}
+	for name, values := range m.Headers() {
 		if name != jetstream.MsgIDHeader {
 			again.Header[name] = values
 		}
@@ -125,7 +139,6 @@ func (j *jetStream) repeat(ctx context.Context, r record) error {
 	return nil
 }
 
-// length returns how many records the stream holds.
 func (j *jetStream) length(ctx context.Context) (int, error) {
 	info, err := j.stream.Info(ctx)
 	if err != nil {
@@ -134,9 +147,7 @@ func (j *jetStream) length(ctx context.Context) (int, error) {
 	return int(info.State.Msgs), nil
 }
 
-// settled reports whether the given number of subscribers have all been given,
-// and have settled, every record.
-func (j *jetStream) settled(ctx context.Context, subscribers int) (bool, error) {
+func (j *jetStream) settled(ctx context.Context) (bool, error) {
 	consumers := j.stream.ListConsumers(ctx)
 	n := 0
 	idle := true
@@ -150,7 +161,7 @@ func (j *jetStream) settled(ctx context.Context, subscribers int) (bool, error) 
 	if err := consumers.Err(); err != nil {
 		return false, fmt.Errorf("look at the consumers: %w", err)
 	}
-	return idle && n == subscribers, nil
+	return idle && n == len(subscribers), nil
 }
 
 // Close removes the stream.

@@ -10,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/postroom/postroom/internal/throwaway"
 )
 
 // TestMain lets the test binary be the program, which starts itself again for
@@ -39,8 +41,14 @@ func figures(t *testing.T, out string) map[string]string {
 }
 
 func TestQuickstart(t *testing.T) {
+	for _, broker := range []string{brokerNATS, brokerKafka} {
+		t.Run(broker, func(t *testing.T) { testQuickstart(t, broker) })
+	}
+}
+
+func testQuickstart(t *testing.T, broker string) {
 	var out, errout bytes.Buffer
-	code := run([]string{"-messages", "500", "-kills", "3", "-seed", "7"}, nil, &out, &errout)
+	code := run([]string{"-broker", broker, "-messages", "500", "-kills", "3", "-seed", "7"}, nil, &out, &errout)
 	t.Logf("%s%s", &out, &errout)
 	if code != exitOK {
 		t.Errorf("exit code %d, want %d", code, exitOK)
@@ -55,6 +63,9 @@ func TestQuickstart(t *testing.T) {
 		"rolled back, yet published": "0",
 		"altered on the way":         "0",
 		"out of order at the broker": "0",
+	}
+	if broker == brokerKafka {
+		want["out of order in effect"] = "0"
 	}
 	for label, n := range want {
 		if got[label] != n {
@@ -73,16 +84,36 @@ func TestQuickstart(t *testing.T) {
 
 // The check at the end is worth something only if it notices.
 func TestBrokenPromisesAreNoticed(t *testing.T) {
-	tests := []struct{ breaks, row string }{
-		{breakDedupe, "doubled"},
-		{breakOutbox, "rolled back, yet published"},
-		{breakOrder, "out of order at the broker"},
-		{breakPublish, "lost"},
+	kafka, err := throwaway.StartKafka(t.Context(), throwaway.KafkaConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := kafka.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	onNATS := []string{"-broker", brokerNATS}
+	onKafka := []string{"-broker", brokerKafka, "-kafka-brokers", strings.Join(kafka.Brokers, ",")}
+	tests := []struct {
+		broker      []string
+		breaks, row string
+	}{
+		{onNATS, breakDedupe, "doubled"},
+		{onNATS, breakOutbox, "rolled back, yet published"},
+		{onNATS, breakOrder, "out of order at the broker"},
+		{onNATS, breakPublish, "lost"},
+		{onKafka, breakDedupe, "doubled"},
+		{onKafka, breakOutbox, "rolled back, yet published"},
+		{onKafka, breakOrder, "out of order at the broker"},
+		{onKafka, breakPublish, "lost"},
+		{onKafka, breakDelivery, "out of order in effect"},
 	}
 	for _, tt := range tests {
-		t.Run(tt.breaks, func(t *testing.T) {
+		t.Run(tt.broker[1]+" "+tt.breaks, func(t *testing.T) {
 			var out, errout bytes.Buffer
-			code := run([]string{"-messages", "300", "-kills", "0", "-seed", "7", "-timeout", "3s", "-break", tt.breaks}, nil, &out, &errout)
+			args := []string{"-messages", "300", "-kills", "0", "-seed", "7", "-timeout", "3s", "-break", tt.breaks}
+			code := run(append(args, tt.broker...), nil, &out, &errout)
 			if code != exitFailed {
 				t.Errorf("exit code %d, want %d", code, exitFailed)
 			}
@@ -102,9 +133,18 @@ func TestBrokenPromisesAreNoticed(t *testing.T) {
 // Ctrl-C and a killed main program leave no process behind: all of them hold
 // the same pipe, which ends with the last of them.
 func TestNothingIsLeftBehind(t *testing.T) {
-	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGKILL} {
-		t.Run(sig.String(), func(t *testing.T) {
-			cmd := exec.CommandContext(t.Context(), os.Args[0], "-messages", "1000000")
+	tests := []struct {
+		broker string
+		sig    syscall.Signal
+	}{
+		{brokerNATS, syscall.SIGINT},
+		{brokerNATS, syscall.SIGKILL},
+		{brokerKafka, syscall.SIGINT},
+		{brokerKafka, syscall.SIGKILL},
+	}
+	for _, tt := range tests {
+		t.Run(tt.broker+" "+tt.sig.String(), func(t *testing.T) {
+			cmd := exec.CommandContext(t.Context(), os.Args[0], "-broker", tt.broker, "-messages", "1000000")
 			cmd.Env = append(os.Environ(), "QUICKSTART_TEST_MAIN=1")
 			r, w, err := os.Pipe()
 			if err != nil {
@@ -128,7 +168,7 @@ func TestNothingIsLeftBehind(t *testing.T) {
 				}
 				out.Write(buf[:n])
 			}
-			if err := cmd.Process.Signal(sig); err != nil {
+			if err := cmd.Process.Signal(tt.sig); err != nil {
 				t.Fatal(err)
 			}
 			if err := r.SetReadDeadline(time.Now().Add(30 * time.Second)); err != nil {
@@ -150,9 +190,12 @@ func TestUsage(t *testing.T) {
 		want string
 		code int
 	}{
-		{[]string{"-broker", "pigeon"}, `-broker is "pigeon", want nats`, exitUsage},
+		{[]string{"-broker", "pigeon"}, `-broker is "pigeon", want nats or kafka`, exitUsage},
 		{[]string{"-messages", "0", "-kills", "-1"}, "-kills is -1, want 0 to 1000", exitUsage},
 		{[]string{"-break", "everything"}, `-break is "everything", want one of dedupe`, exitUsage},
+		{[]string{"-break", "delivery"}, "-break delivery needs -broker kafka", exitUsage},
+		{[]string{"-nats-url", "nats://127.0.0.1:1", "-broker", "kafka"}, "-nats-url is given, but -broker is not nats", exitUsage},
+		{[]string{"-kafka-brokers", "127.0.0.1:1"}, "-kafka-brokers is given, but -broker is not kafka", exitUsage},
 		{[]string{"more"}, `unexpected argument "more"`, exitUsage},
 		{[]string{"-h"}, "-database-url", exitOK},
 		{[]string{roleConsumer}, "is started by the quick start itself", exitUsage},

@@ -12,8 +12,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-
-	"github.com/postroom/postroom/broker/nats"
 )
 
 // A game is one run of the quick start.
@@ -46,7 +44,7 @@ func play(ctx context.Context, o options, s *screen) (r *report, err error) {
 	g := &game{options: o, stage: st, screen: s}
 	g.producers = &producers{pool: st.pool, hooks: hooks, ledger: newLedger(), tally: &g.tally}
 	if o.breaks == breakOutbox {
-		bus, err := nats.Open(ctx, st.brokerURL, nats.Config{Logger: slog.New(slog.DiscardHandler)})
+		bus, err := st.route.open(ctx, slog.New(slog.DiscardHandler))
 		if err != nil {
 			return nil, err
 		}
@@ -54,7 +52,7 @@ func play(ctx context.Context, o options, s *screen) (r *report, err error) {
 		g.producers.bypass = bus
 	}
 	g.crew = newCrew(program, assignment{
-		DatabaseURL: st.databaseURL, BrokerURL: st.brokerURL, Seed: o.seed, Break: o.breaks,
+		DatabaseURL: st.databaseURL, Route: st.route, Seed: o.seed, Break: o.breaks,
 	}, &g.tally, s.event)
 
 	s.event("begin: %d producers here, 2 dispatchers and %d subscribers as processes", producerCount, len(subscribers))
@@ -66,7 +64,7 @@ func play(ctx context.Context, o options, s *screen) (r *report, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s.event("counting: the business tables, and every record of the stream")
+	s.event("counting: the business tables, and every record at the broker")
 	if r, err = g.count(ctx); err != nil {
 		return nil, err
 	}
@@ -122,12 +120,12 @@ func (g *game) finish(ctx context.Context) error {
 	return g.settle(ctx) // the last kill may have left something
 }
 
-// settle waits until the subscribers have settled all that the stream holds.
+// settle waits until the subscribers have settled all that the broker holds.
 func (g *game) settle(ctx context.Context) error {
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		settled, err := g.stage.broker.settled(ctx, len(subscribers))
+		settled, err := g.stage.sight.settled(ctx)
 		if settled || err != nil {
 			return err
 		}
@@ -147,7 +145,7 @@ func (g *game) done(role string) float64 {
 	return float64(g.crew.said(sayEffect)) / float64(g.messages*len(subscribers))
 }
 
-// repeat reads the stream as it grows and stores two more copies of every
+// repeat reads what the broker holds as it grows and stores two more copies of every
 // third message, one at once and one later. It returns when all messages have
 // arrived and all copies are stored.
 func (g *game) repeat(ctx context.Context) error {
@@ -162,11 +160,11 @@ func (g *game) repeat(ctx context.Context) error {
 	var later []record
 	var failed error
 	again := func(r record) {
-		if failed = g.stage.broker.repeat(ctx, r); failed == nil {
+		if failed = r.repeat(ctx); failed == nil {
 			g.tally.repeated.Add(1)
 		}
 	}
-	err := g.stage.broker.read(reading, func(r record) bool {
+	err := g.stage.sight.read(reading, func(r record) bool {
 		if seen[r.id] {
 			return true
 		}

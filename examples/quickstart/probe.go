@@ -124,6 +124,11 @@ type subscriberProbe struct {
 }
 
 func (p subscriberProbe) Subscribe(ctx context.Context, s broker.Subscription, deliver func(broker.Delivery)) error {
+	if p.breaks == breakDelivery {
+		var end func()
+		deliver, end = shuffled(deliver)
+		defer end()
+	}
 	return p.Subscriber.Subscribe(ctx, s, func(d broker.Delivery) {
 		p.say(sayDelivered, 1)
 		deliver(deliveryProbe{d, p.probe})

@@ -27,7 +27,8 @@ func TestReportProblems(t *testing.T) {
 	}{
 		{"none", func(*report) {}, ""},
 		{"repeats at the broker are none", func(r *report) { r.broker.Repeats = 9 }, ""},
-		{"nor is the order in effect", func(r *report) { r.effects[0].Disordered = 9 }, ""},
+		{"nor is the order in effect, where it is not promised", func(r *report) { r.effects[0].Disordered = 9 }, ""},
+		{"out of order in effect", func(r *report) { r.effects[0].Disordered = 9; r.ordered = true }, "9 out of order in effect"},
 		{"lost", func(r *report) { r.effects[1].Distinct = 0 }, "1 lost"},
 		{"doubled", func(r *report) { r.effects[1].Repeats = 2 }, "2 doubled"},
 		{"published although rolled back", func(r *report) { r.broker.Unknown = 1 }, "1 although rolled back"},

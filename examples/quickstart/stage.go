@@ -15,9 +15,9 @@ import (
 // A stage is the servers and what the quick start made in them.
 type stage struct {
 	databaseURL string
-	brokerURL   string
 	pool        *pgxpool.Pool
-	broker      *jetStream
+	route       route // to the broker
+	sight       sight // of it
 
 	closers []func() error // in the order of their making
 }
@@ -42,24 +42,11 @@ func setStage(ctx context.Context, o options, s *screen) (*stage, error) {
 		return st, err
 	}
 
-	st.brokerURL = o.natsURL
-	if st.brokerURL == "" {
-		server, err := throwaway.StartNATS(ctx, throwaway.NATSConfig{})
-		if err != nil {
-			return st, err
-		}
-		st.closers = append(st.closers, server.Close)
-		st.brokerURL = server.URL
-	}
-	if st.broker, err = openJetStream(ctx, st.brokerURL); err != nil {
+	is, err := st.setBroker(ctx, o)
+	if err != nil {
 		return st, err
 	}
-	st.closers = append(st.closers, st.broker.Close)
-	origin := "embedded"
-	if o.natsURL != "" {
-		origin = "given"
-	}
-	s.line("NATS %s with JetStream, %s", st.broker.conn.ConnectedServerVersion(), origin)
+	s.line("%s", is)
 	return st, nil
 }
 

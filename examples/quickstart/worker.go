@@ -19,7 +19,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/postroom/postroom"
-	"github.com/postroom/postroom/broker/nats"
 	"github.com/postroom/postroom/dispatcher"
 	"github.com/postroom/postroom/inbox"
 )
@@ -77,11 +76,7 @@ func serve(ctx context.Context, role string, told assignment, p *probe, logger *
 		return err
 	}
 	defer pool.Close()
-	bus, err := nats.Open(ctx, told.BrokerURL, nats.Config{
-		Topics:  []string{topic},
-		AckWait: 2 * time.Second, // short, so that what a killed consumer held comes soon
-		Logger:  logger,
-	})
+	bus, err := told.Route.open(ctx, logger)
 	if err != nil {
 		return err
 	}
@@ -103,7 +98,7 @@ func serve(ctx context.Context, role string, told assignment, p *probe, logger *
 		return s.withoutInbox(ctx, pool, subscriberProbe{bus, p})
 	}
 	c, err := inbox.New(pool, subscriberProbe{bus, p}, s.name, topic, s.handle, inbox.Config{
-		LockTimeout: time.Second, // below AckWait
+		LockTimeout: time.Second, // no longer than the broker waits for a dead consumer
 		Logger:      logger,
 	})
 	if err != nil {
