@@ -84,15 +84,7 @@ func testQuickstart(t *testing.T, broker string) {
 
 // The check at the end is worth something only if it notices.
 func TestBrokenPromisesAreNoticed(t *testing.T) {
-	kafka, err := throwaway.StartKafka(t.Context(), throwaway.KafkaConfig{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := kafka.Close(); err != nil {
-			t.Error(err)
-		}
-	})
+	kafka := startKafka(t, throwaway.KafkaConfig{})
 	onNATS := []string{"-broker", brokerNATS}
 	onKafka := []string{"-broker", brokerKafka, "-kafka-brokers", strings.Join(kafka.Brokers, ",")}
 	tests := []struct {
