@@ -344,7 +344,7 @@ func TestUpThatFailsLeavesNothing(t *testing.T) {
 // A migration that adds a table adds its name here.
 func TestTables(t *testing.T) {
 	want := []string{
-		"inbox_dead_letters", "migrations", "outbox_cursors", "outbox_dispatchers", "outbox_generations",
+		"inbox_dead_letters", "inbox_versions", "migrations", "outbox_cursors", "outbox_dispatchers", "outbox_generations",
 		"outbox_lanes", "outbox_messages",
 		"outbox_parked", "outbox_parked_history", "outbox_scheduled", "processed_messages",
 	}

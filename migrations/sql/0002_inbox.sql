@@ -1,12 +1,24 @@
 -- The inbox: what each subscriber has handled, and what it could not handle.
 
 -- One row per subscriber and message, written in the transaction of its effect.
+-- An action that inbox.Once claims has a row of outcome 'once'. It stands under
+-- its scope with a space before it, as no subscriber's name begins.
 CREATE TABLE "postroom".processed_messages (
     subscriber_id text        NOT NULL CHECK (subscriber_id <> ''),
     message_id    text        NOT NULL CHECK (message_id <> ''),
     processed_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
-    outcome       text        NOT NULL DEFAULT 'handled' CHECK (outcome IN ('handled', 'dead')),
-    PRIMARY KEY (subscriber_id, message_id)
+    outcome       text        NOT NULL DEFAULT 'handled' CHECK (outcome IN ('handled', 'dead', 'once')),
+    PRIMARY KEY (subscriber_id, message_id),
+    CHECK ((outcome = 'once') = (subscriber_id LIKE ' %'))
+);
+
+-- The newest version of each entity that inbox.Newer has let pass.
+CREATE TABLE "postroom".inbox_versions (
+    scope      text        NOT NULL CHECK (scope <> ''),
+    entity     text        NOT NULL CHECK (entity <> ''),
+    version    bigint      NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (scope, entity)
 );
 
 -- One row per message that a subscriber gave up on, written together with its
