@@ -62,6 +62,14 @@ type Config struct {
 	// Default 30s, at least RetryDelay.
 	MaxRetryDelay time.Duration
 
+	// OnDeadLetter says what becomes of the messages behind a dead letter.
+	// Default DeadLetterContinue.
+	OnDeadLetter DeadLetterPolicy
+
+	// RequeueInterval is how often a Consumer looks for dead letters that were
+	// requeued. Default 1s, at least 10ms.
+	RequeueInterval time.Duration
+
 	// DeadLetterTopic, where it is not empty, gets a message for each dead
 	// letter, through the outbox, with the original's key, payload and headers,
 	// an id of its own, and the headers postroom-dead-id, -subscriber, -reason,
@@ -93,6 +101,27 @@ const (
 	// DeadLetterWithoutID makes the message a dead letter, under the id that
 	// IDFromPosition would have given it.
 	DeadLetterWithoutID MissingID = "dead-letter"
+)
+
+// DeadLetterPolicy is a policy for what follows on a dead letter.
+type DeadLetterPolicy string
+
+const (
+	// DeadLetterContinue goes on with the messages of the same key.
+	DeadLetterContinue DeadLetterPolicy = ""
+
+	// DeadLetterWait keeps the order of a key beyond its dead letters: later
+	// messages of the key are set aside as waiting, durably, and acknowledged.
+	// They are handled in order once the dead letter has been requeued with
+	// success or deleted. Other keys, and messages without a key, go on. Of one
+	// key, all of the subscriber's consumers must have this policy, and the
+	// broker must deliver in order.
+	DeadLetterWait DeadLetterPolicy = "wait"
+
+	// DeadLetterStop writes no dead letter: Run gives the message back to the
+	// broker and returns [ErrStopped]. A message that was a dead letter before,
+	// or whose handler ended its transaction, is set aside nevertheless.
+	DeadLetterStop DeadLetterPolicy = "stop"
 )
 
 func (c Config) withDefaults() (Config, error) {
@@ -160,6 +189,17 @@ func (c Config) forConsumer(maxConns int) (Config, error) {
 	}
 	if c.MaxRetryDelay < max(c.RetryDelay, time.Millisecond) {
 		bad("MaxRetryDelay is %v, want at least 1ms and RetryDelay, which is %v", c.MaxRetryDelay, c.RetryDelay)
+	}
+	switch c.OnDeadLetter {
+	case DeadLetterContinue, DeadLetterWait, DeadLetterStop:
+	default:
+		bad("OnDeadLetter is %q, want DeadLetterContinue, DeadLetterWait or DeadLetterStop", c.OnDeadLetter)
+	}
+	if c.RequeueInterval == 0 {
+		c.RequeueInterval = time.Second
+	}
+	if c.RequeueInterval < 10*time.Millisecond {
+		bad("RequeueInterval is %v, want at least 10ms", c.RequeueInterval)
 	}
 	if c.DeadLetterTopic != "" {
 		if err := checkTopic(c.DeadLetterTopic); err != nil {

@@ -20,6 +20,10 @@ import (
 // still running [Config].DrainTimeout after its context had ended.
 var ErrDrainTimeout = errors.New("inbox: drain timeout passed")
 
+// ErrStopped is matched by the error of [Consumer.Run] when a message would have
+// become a dead letter under the policy [DeadLetterStop].
+var ErrStopped = errors.New("inbox: stopped at a message that cannot be handled")
+
 // A Consumer handles the messages of a topic for a subscriber.
 type Consumer struct {
 	box     *box
@@ -103,8 +107,11 @@ func checkTopic(topic string) error {
 // database ([ErrTransient]) is retried for ever and is no attempt; while the
 // database is away one transaction at a time looks whether it is back.
 //
+// Dead letters that are requeued, see [DeadLetters], are handled besides, by one
+// of the subscriber's consumers of their topic.
+//
 // Otherwise Run returns only when the subscription fails in a way that a person
-// must mend. Run may be called again after it has returned, not before.
+// must mend, or with [ErrStopped]. Run may be called again after it has returned, not before.
 func (c *Consumer) Run(ctx context.Context) error {
 	if !c.running.CompareAndSwap(false, true) {
 		return errors.New("inbox: Run is running already")
@@ -115,7 +122,12 @@ func (c *Consumer) Run(ctx context.Context) error {
 	work := trace.ContextWithSpanContext(context.WithoutCancel(ctx), trace.SpanContext{})
 	work, cancel := context.WithCancel(work)
 	defer cancel()
+	ctx, halt := context.WithCancel(ctx)
 	r := newRun(ctx, work, c, cancel)
+	var letters sync.WaitGroup
+	defer letters.Wait()
+	defer halt()
+	letters.Go(r.takeLetters)
 	defer c.setBroker(nil)
 	defer c.setDatabase(nil)
 	go func() {
@@ -126,7 +138,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 			Trouble:     c.setBroker,
 		}, r.deliver)
 	}()
-	return r.loop()
+	return r.loop(halt)
 }
 
 // Health returns nil while messages can come and be handled, or why they cannot:
@@ -166,10 +178,11 @@ func (c *Consumer) began() {
 
 // outcome is what came of running a task.
 type outcome struct {
-	t    *task
-	kind outcomeKind
-	err  error
-	wait time.Duration // of retry
+	t      *task
+	kind   outcomeKind
+	result Result // of settled
+	err    error
+	wait   time.Duration // of retry
 }
 
 type outcomeKind uint8
@@ -179,15 +192,15 @@ const (
 	retry                       // run it again after wait
 	away                        // run it again when the database is back
 	giveBack                    // the work has been cancelled
+	stopHere                    // the consumer stops at it
 )
 
 // process runs t once.
 func (c *Consumer) process(ctx context.Context, t *task) outcome {
-	run := func() (Result, *failure) { return c.box.attempt(ctx, t.m, claim, c.handler) }
-	if t.dead != nil {
-		run = func() (Result, *failure) { return c.writeDead(ctx, t) }
+	if t.dead != nil && c.stopsAt(t) {
+		return outcome{t: t, kind: stopHere, err: fmt.Errorf("%w: message %q: %s", ErrStopped, t.m.ID, t.dead.reason)}
 	}
-	result, f := run()
+	result, f := c.attempt(ctx, t)
 	switch {
 	case f == nil:
 		return c.done(ctx, t, result)
@@ -199,6 +212,32 @@ func (c *Consumer) process(ctx context.Context, t *task) outcome {
 		return c.troubled(ctx, t, f)
 	}
 	return c.failed(ctx, t, f)
+}
+
+// attempt runs the transaction that t needs next.
+func (c *Consumer) attempt(ctx context.Context, t *task) (Result, *failure) {
+	inOrder := c.box.cfg.OnDeadLetter == DeadLetterWait && t.m.HasKey()
+	switch {
+	case t.dead != nil:
+		return c.writeDead(ctx, t)
+	case t.letter != nil:
+		return c.box.attempt(ctx, t.m, recordLetter(inOrder), c.handler)
+	case t.redriven:
+		return c.box.attempt(ctx, t.m, recordRedriven(), c.handler)
+	case !inOrder:
+		return c.box.attempt(ctx, t.m, recordNew(), c.handler)
+	}
+	result, f := c.box.attempt(ctx, t.m, recordInOrder(c.topic, &t.m), c.handler)
+	if f == nil && result == Duplicate { // or its turn has not come
+		return c.writeWaiting(ctx, t)
+	}
+	return result, f
+}
+
+// stopsAt reports whether the consumer stops instead of setting t aside. It sets
+// aside what was so before, and what a repeat would find handled.
+func (c *Consumer) stopsAt(t *task) bool {
+	return c.box.cfg.OnDeadLetter == DeadLetterStop && t.letter == nil && !t.redriven && !t.dead.ended
 }
 
 // done acknowledges t.
@@ -222,7 +261,7 @@ func (c *Consumer) done(ctx context.Context, t *task, result Result) outcome {
 			c.log(ctx, slog.LevelWarn, "acknowledge", t, slog.Any("error", err))
 		}
 	}
-	return outcome{t: t, kind: settled}
+	return outcome{t: t, kind: settled, result: result}
 }
 
 // failed counts an attempt and decides whether it was the last.

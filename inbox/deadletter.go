@@ -28,21 +28,8 @@ type deadLetter struct {
 	ended  bool   // the handler may have committed the message's record itself
 }
 
-// claimDead records a message as dead. It inserts no row where the message is
-// recorded already: another copy was handled, or set aside.
-const claimDead = `
-INSERT INTO "postroom".processed_messages (subscriber_id, message_id, outcome)
-SELECT $1::text, $2::text, 'dead' FROM set_config('lock_timeout', $3::text, true)
-    ON CONFLICT DO NOTHING`
-
-// claimEnded is claimDead for a message whose handler may have committed the
-// record itself: what it then did not do would be lost as a duplicate.
-const claimEnded = `
-INSERT INTO "postroom".processed_messages (subscriber_id, message_id, outcome)
-SELECT $1::text, $2::text, 'dead' FROM set_config('lock_timeout', $3::text, true)
-    ON CONFLICT (subscriber_id, message_id) DO UPDATE SET outcome = 'dead', processed_at = clock_timestamp()`
-
-// insertDead replaces a dead letter whose record was cleaned up long ago.
+// insertDead replaces a letter of the message: it was requeued and has failed
+// again, or its record was cleaned up long ago.
 const insertDead = `
 INSERT INTO "postroom".inbox_dead_letters AS d
        (subscriber_id, message_id, attempts, reason, source, topic, key, payload,
@@ -50,24 +37,17 @@ INSERT INTO "postroom".inbox_dead_letters AS d
 VALUES ($1::text, $2::text, $3::int4, $4::text, $5::text, $6::text, $7::bytea, $8::bytea,
         $9::bytea[], $10::bytea[], $11::text, $12::timestamptz)
     ON CONFLICT (subscriber_id, message_id) DO UPDATE
-   SET dead_at = clock_timestamp(), attempts = excluded.attempts, reason = excluded.reason,
+   SET state = 'dead', dead_at = clock_timestamp(), attempts = excluded.attempts, reason = excluded.reason,
        source = excluded.source, topic = excluded.topic, key = excluded.key, payload = excluded.payload,
        header_names = excluded.header_names, header_values = excluded.header_values,
        operation = excluded.operation, written_at = excluded.written_at`
 
 // writeDead records t as dead together with its dead letter.
 func (c *Consumer) writeDead(ctx context.Context, t *task) (Result, *failure) {
-	record := claimDead
-	if t.dead.ended {
-		record = claimEnded
-	}
-	return c.box.attempt(ctx, t.m, record, func(ctx context.Context, tx pgx.Tx, m postroom.Message) error {
-		names, values := make([][]byte, len(m.Headers)), make([][]byte, len(m.Headers))
-		for i, h := range m.Headers {
-			names[i], values[i] = []byte(h.Name), h.Value
-		}
+	return c.box.attempt(ctx, t.m, recordDead(t), func(ctx context.Context, tx pgx.Tx, m postroom.Message) error {
+		names, values := headersOf(&m)
 		_, err := tx.Exec(ctx, pg.InSchema(insertDead, c.box.cfg.Schema),
-			c.box.subscriber, m.ID, t.deadAttempts(), t.dead.reason, source(t.d.Position()), clean(m.Topic, 1000),
+			c.box.subscriber, m.ID, t.deadAttempts(), t.dead.reason, t.source(), c.topic,
 			keyOf(&m), m.Payload, names, values, operationOf(&m), timeOf(&m))
 		if err != nil || c.box.cfg.DeadLetterTopic == "" {
 			return err
@@ -81,6 +61,24 @@ func (c *Consumer) writeDead(ctx context.Context, t *task) (Result, *failure) {
 	})
 }
 
+const insertWaiting = `
+INSERT INTO "postroom".inbox_dead_letters
+       (subscriber_id, message_id, state, attempts, source, topic, key, payload,
+        header_names, header_values, operation, written_at)
+VALUES ($1::text, $2::text, 'waiting', 0, $3::text, $4::text, $5::bytea, $6::bytea,
+        $7::bytea[], $8::bytea[], $9::text, $10::timestamptz)`
+
+// writeWaiting sets t aside behind its key's dead letters.
+func (c *Consumer) writeWaiting(ctx context.Context, t *task) (Result, *failure) {
+	return c.box.attempt(ctx, t.m, recordWaiting(), func(ctx context.Context, tx pgx.Tx, m postroom.Message) error {
+		names, values := headersOf(&m)
+		_, err := tx.Exec(ctx, pg.InSchema(insertWaiting, c.box.cfg.Schema),
+			c.box.subscriber, m.ID, t.source(), c.topic,
+			keyOf(&m), m.Payload, names, values, operationOf(&m), timeOf(&m))
+		return err
+	})
+}
+
 // deadMessage is what is sent to the dead-letter topic.
 func (c *Consumer) deadMessage(t *task) postroom.Message {
 	m := postroom.Message{
@@ -89,6 +87,9 @@ func (c *Consumer) deadMessage(t *task) postroom.Message {
 		EmptyKey: t.m.EmptyKey,
 		Payload:  t.m.Payload,
 		Step:     "dead letter",
+	}
+	if t.letter != nil { // another message than the one of its first death
+		m.Step = fmt.Sprintf("dead letter %d", t.letter.requeues)
 	}
 	for _, h := range t.m.Headers {
 		if !postroom.Reserved(h.Name) {
@@ -102,7 +103,7 @@ func (c *Consumer) deadMessage(t *task) postroom.Message {
 	add("subscriber", c.box.subscriber)
 	add("reason", t.dead.reason)
 	add("attempts", strconv.Itoa(int(t.deadAttempts())))
-	add("source", source(t.d.Position()))
+	add("source", t.source())
 	return m
 }
 
@@ -112,6 +113,14 @@ func (t *task) deadAttempts() int32 { return int32(max(1, t.attempts)) }
 // newOutbox has no limit of size: the message came from a broker.
 func newOutbox(schema string) *outbox.Outbox {
 	return &outbox.Outbox{Schema: schema, MaxSize: -1}
+}
+
+// source names the place in the broker that t came from.
+func (t *task) source() string {
+	if t.letter != nil {
+		return t.letter.source
+	}
+	return source(t.d.Position())
 }
 
 // source names a position for people: "orders/3/17", or "orders/17" where there
@@ -132,6 +141,14 @@ func positionID(p broker.Position) string {
 	}
 	sum := sha256.Sum256([]byte(id))
 	return "position:" + hex.EncodeToString(sum[:])
+}
+
+func headersOf(m *postroom.Message) (names, values [][]byte) {
+	names, values = make([][]byte, len(m.Headers)), make([][]byte, len(m.Headers))
+	for i, h := range m.Headers {
+		names[i], values[i] = []byte(h.Name), h.Value
+	}
+	return names, values
 }
 
 func keyOf(m *postroom.Message) []byte {

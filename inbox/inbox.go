@@ -144,7 +144,7 @@ func Handle(
 	b := newBox(pool, subscriber, cfg)
 	pause := newBackoff(handlePause, time.Second)
 	for try := 1; ; try++ {
-		result, f := b.attempt(ctx, m, claim, h)
+		result, f := b.attempt(ctx, m, recordNew(), h)
 		if f == nil {
 			return result, nil
 		}

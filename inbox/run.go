@@ -36,12 +36,15 @@ type run struct {
 	cancel context.CancelFunc // of work
 	ended  chan error         // of Subscribe
 	news   chan struct{}      // tells loop to look
+	halted chan error         // tells loop to stop
+	drawn  chan struct{}      // tells takeLetters that all it took are settled
 
 	mu       sync.Mutex
 	s        *schedule
 	attempts map[string]int // message id → attempts that failed
 	running  map[*task]bool
-	giving   int // batches that are being given back
+	letters  map[string]bool // ids of the dead letters that are held
+	giving   int             // batches that are being given back
 	outage   *outage
 	alarm    time.Time // when loop looks next; zero: when there are news
 	stopping bool
@@ -60,15 +63,18 @@ func newRun(ctx, work context.Context, c *Consumer, cancel context.CancelFunc) *
 		c: c, ctx: ctx, work: work, cancel: cancel,
 		ended:    make(chan error, 1),
 		news:     make(chan struct{}, 1),
-		s:        newSchedule(c.box.cfg.MaxInFlight),
+		halted:   make(chan error, 1),
+		drawn:    make(chan struct{}, 1),
+		s:        newSchedule(c.box.cfg.MaxInFlight + maxLetters),
 		attempts: make(map[string]int),
 		running:  make(map[*task]bool),
+		letters:  make(map[string]bool),
 	}
 }
 
 // loop returns when Subscribe has and all is settled, or what is not must be
-// left.
-func (r *run) loop() error {
+// left. halt ends r.ctx.
+func (r *run) loop(halt func()) error {
 	var failed error
 	var drain, grace, end <-chan time.Time
 	stop := r.ctx.Done()
@@ -88,6 +94,8 @@ func (r *run) loop() error {
 		case <-timer.C:
 		case <-r.c.begun:
 			r.begun()
+		case failed = <-r.halted:
+			halt()
 		case <-stop:
 			stop, drain = nil, r.stop()
 		case err := <-r.ended:
@@ -96,7 +104,7 @@ func (r *run) loop() error {
 				failed = subscriptionError(err)
 				stop, drain = nil, r.stop()
 			} else if err != nil {
-				failed = err
+				failed = errors.Join(failed, err)
 			}
 		case <-drain:
 			r.drained()
@@ -172,6 +180,7 @@ func (r *run) deliver(d broker.Delivery) {
 		r.giveBack([]*task{t})
 		return
 	}
+	t.redriven = restore(&t.m, r.c.box.subscriber)
 	if problem := postroom.CheckID(t.m.ID); problem != "" {
 		t.m.ID = positionID(d.Position())
 		if r.c.box.cfg.MissingID == DeadLetterWithoutID {
@@ -257,15 +266,22 @@ func (r *run) note(o outcome, now time.Time) {
 	} else {
 		r.back()
 	}
+	if o.kind == stopHere {
+		select {
+		case r.halted <- o.err:
+		default: // it stops at another one
+		}
+	}
 	switch {
 	case o.kind == settled:
 		delete(r.attempts, t.m.ID)
+		r.forget(t, o.result)
 		if r.stopping {
 			r.giveBack(r.s.takeLane(t)[1:])
 		} else {
 			r.s.done(t)
 		}
-	case r.stopping || o.kind == giveBack:
+	case r.stopping || o.kind == giveBack || o.kind == stopHere:
 		r.giveBack(r.s.takeLane(t))
 	default:
 		r.remember(t)

@@ -20,6 +20,8 @@ type task struct {
 	attempts int
 	troubles int // transactions in a row that failed by no fault of the message
 	delays   *backoff.ExponentialBackOff
+	letter   *letter     // not nil: it comes from the dead letters
+	redriven bool        // a foreign tool has copied it back from a dead-letter topic
 	dead     *deadLetter // not nil: it remains to write this
 	settled  atomic.Bool // by Ack or Retry, or about to be
 }

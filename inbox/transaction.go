@@ -51,23 +51,14 @@ type txn struct {
 	g *guard
 }
 
-// claim records the message in a transaction that bounds waits for locks. It
-// waits for a transaction that is recording the same message. It inserts no row
-// where the message is recorded already.
-const claim = `
-INSERT INTO "postroom".processed_messages (subscriber_id, message_id)
-SELECT $1::text, $2::text FROM set_config('lock_timeout', $3::text, true)
-    ON CONFLICT DO NOTHING`
-
-// attempt runs one transaction for m: begin, record by the given statement,
-// handler, commit. It makes two round trips besides those of the handler.
-func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h Handler) (Result, *failure) {
+// attempt runs one transaction for m: begin, record, handler, commit. It makes two round trips besides those of the handler.
+func (b *box) attempt(ctx context.Context, m postroom.Message, rec record, h Handler) (Result, *failure) {
 	end, err := copies.take(ctx, turnKey{b.pool, b.subscriber, m.ID}, b.cfg.LockTimeout)
 	if err != nil {
 		return Failed, b.beginFailed(ctx, m.ID, err)
 	}
 	defer end()
-	t, err := b.begin(ctx, m.ID, record)
+	t, err := b.begin(ctx, m.ID, rec)
 	if err != nil {
 		return Failed, b.beginFailed(ctx, m.ID, err)
 	}
@@ -98,7 +89,7 @@ func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h 
 		b.rollback(ctx, t)
 		return Failed, &failure{b.subscriber, m.ID, stageCommit, err, false, false}
 	}
-	if f := b.commit(ctx, t, m.ID, record); f != nil {
+	if f := b.commit(ctx, t, m.ID, rec); f != nil {
 		return Failed, f
 	}
 	return Handled, nil
@@ -106,7 +97,7 @@ func (b *box) attempt(ctx context.Context, m postroom.Message, record string, h 
 
 // begin returns a transaction in which the message is recorded, or nil where it
 // was before.
-func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
+func (b *box) begin(ctx context.Context, id string, rec record) (*txn, error) {
 	ctx, stop := bounds.with(ctx, b.cfg.LockTimeout+ownTime)
 	defer stop()
 	conn, err := b.pool.Acquire(ctx)
@@ -117,13 +108,17 @@ func (b *box) begin(ctx context.Context, id, record string) (*txn, error) {
 	var recorded bool
 	var batch pgx.Batch
 	batch.BeginTx(pgx.TxOptions{IsoLevel: b.cfg.IsoLevel})
-	batch.Queue(pg.InSchema(record, b.cfg.Schema), b.subscriber, id, b.lock).Exec(func(tag pgconn.CommandTag) error {
+	args := append([]any{b.subscriber, id, b.lock}, rec.args...)
+	batch.Queue(pg.InSchema(rec.sql, b.cfg.Schema), args...).Exec(func(tag pgconn.CommandTag) error {
 		recorded = tag.RowsAffected() == 1
 		return nil
 	})
 	results := conn.SendBatch(ctx, &batch)
 	t.Tx = results.Tx()
 	err = results.Close()
+	if err == nil && !recorded && rec.counted {
+		b.countRepeat(ctx, t, id)
+	}
 	if err != nil || !recorded {
 		b.rollback(ctx, t)
 		return nil, noAnswer(ctx, err)
@@ -164,7 +159,7 @@ func (b *box) sendCommit(ctx context.Context, t *txn, id string) (ours bool, tag
 
 // commit ends t. ctx no longer bounds it: an interrupted COMMIT would have to be
 // looked up.
-func (b *box) commit(ctx context.Context, t *txn, id, record string) *failure {
+func (b *box) commit(ctx context.Context, t *txn, id string, rec record) *failure {
 	ctx, stop := bounds.with(context.WithoutCancel(ctx), commitTime)
 	defer stop()
 	ours, tag, err := b.sendCommit(ctx, t, id)
@@ -181,8 +176,7 @@ func (b *box) commit(ctx context.Context, t *txn, id, record string) *failure {
 		f.trouble = false
 	case lost || ambiguous(err):
 		f.trouble = true
-		// claimEnded finds the record of before, and may be repeated as it is.
-		if record != claimEnded && b.isRecorded(ctx, id) {
+		if rec.outcomes != nil && b.isRecorded(ctx, id, rec.outcomes) {
 			return nil
 		}
 	case !ours && isCastError(err):
@@ -203,18 +197,19 @@ func isCastError(err error) bool {
 }
 
 const selectRecorded = `
-SELECT EXISTS (SELECT FROM "postroom".processed_messages WHERE subscriber_id = $1::text AND message_id = $2::text)`
+SELECT EXISTS (SELECT FROM "postroom".processed_messages
+                WHERE subscriber_id = $1::text AND message_id = $2::text AND outcome = ANY ($3::text[]))`
 
 // isRecorded looks up, on a new connection, what became of a COMMIT whose answer
-// was lost. false means that it failed, or is not over yet, or cannot be looked
+// was lost: whether the message has one of the outcomes. false means that it failed, or is not over yet, or cannot be looked
 // up: in each case a repeat of the message is safe.
-func (b *box) isRecorded(ctx context.Context, id string) bool {
+func (b *box) isRecorded(ctx context.Context, id string, outcomes []string) bool {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookUpTime)
 	defer cancel()
 	pause := newBackoff(20*time.Millisecond, time.Second)
 	for range lookUpTries {
 		var recorded bool
-		err := b.pool.QueryRow(ctx, pg.InSchema(selectRecorded, b.cfg.Schema), b.subscriber, id).Scan(&recorded)
+		err := b.pool.QueryRow(ctx, pg.InSchema(selectRecorded, b.cfg.Schema), b.subscriber, id, outcomes).Scan(&recorded)
 		if err == nil {
 			return recorded
 		}
