@@ -422,3 +422,37 @@ func TestListDeadLetters(t *testing.T) {
 		t.Errorf("another subscriber's letters = %v, %v", l, err)
 	}
 }
+
+// A requeued message's COMMIT whose answer is lost is settled by the outcome, not
+// by the record, which was there before.
+func TestRequeueAmbiguousCommit(t *testing.T) {
+	for name, how := range map[string]cut{"before": before, "after": after} {
+		t.Run(name, func(t *testing.T) {
+			base := newPool(t, pgtest.First(t))
+			p, pool := newProxy(t, base, 4)
+			bus, rec := newBus()
+			h := refusing("m1")
+			publish(t, bus, message("m1"))
+			start(t, pool, rec, h.handle, quick)
+			eventuallyStates(t, base, "m1 dead")
+			eventually(t, "an ack", func() bool { return rec.count("ack") == 1 })
+			h.heal("m1")
+			var cuts atomic.Int32
+			p.mu.Lock()
+			p.onCommit = func() cut {
+				if cuts.Add(1) == 1 {
+					return how
+				}
+				return never
+			}
+			p.mu.Unlock()
+			requeue(t, base, 1, "m1")
+			eventuallyStates(t, base)
+			wantStrings(t, "effects", effects(t, base), "m1")
+			wantStrings(t, "processed", outcomes(t, base), "billing m1 handled")
+			if cuts.Load() == 0 {
+				t.Error("no COMMIT was cut")
+			}
+		})
+	}
+}

@@ -11,6 +11,11 @@ CREATE TABLE "postroom".processed_messages (
     PRIMARY KEY (subscriber_id, message_id),
     CHECK ((outcome = 'once') = (subscriber_id LIKE ' %'))
 );
+-- What a cleaner may delete by its age alone.
+CREATE INDEX processed_messages_age ON "postroom".processed_messages (subscriber_id, processed_at)
+ WHERE outcome IN ('handled', 'once');
+CREATE INDEX processed_messages_aside ON "postroom".processed_messages (subscriber_id, processed_at)
+ WHERE outcome IN ('dead', 'waiting');
 
 -- The newest version of each entity that inbox.Newer has let pass.
 CREATE TABLE "postroom".inbox_versions (
