@@ -154,7 +154,7 @@ func restore(m *postroom.Message, subscriber string) bool {
 		return false
 	}
 	m.ID = string(id)
-	m.Headers = slices.DeleteFunc(m.Headers, func(h postroom.Header) bool {
+	m.Headers = slices.DeleteFunc(slices.Clone(m.Headers), func(h postroom.Header) bool {
 		return strings.HasPrefix(strings.ToLower(h.Name), "postroom-dead-")
 	})
 	return true
