@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/internal/pg"
 )
 
@@ -76,6 +77,13 @@ type Config struct {
 	// -attempts and -source. What the outbox cannot take is logged, and stands
 	// in the table of dead letters alone, as all of them do.
 	DeadLetterTopic string
+
+	// MessageID, where it is not nil, says what identifies a message, in the place
+	// of its own ID: see [IDFromHeader] and [IDFromCloudEvent]. It must return the
+	// same for every repeat of a message, at once and by the message alone. What
+	// it returns must pass [postroom.CheckID]; else, and where it panics, the
+	// message has no usable id.
+	MessageID func(postroom.Message) string
 
 	// MissingID says what to do with a message that has no usable id.
 	// Default IDFromPosition.

@@ -18,8 +18,8 @@
 //
 // # What identifies a message
 //
-// The subscriber's name and [postroom.Message.ID], and nothing else: not the
-// topic, not the content. Two subscribers in one database each handle a message
+// The subscriber's name and [postroom.Message.ID], or what [Config].MessageID takes
+// in its place, and nothing else: not the topic, not the content. Two subscribers in one database each handle a message
 // once. An id that comes on two topics is one message to a subscriber of both,
 // so producers that number their messages alone (tenants, services) need a
 // subscriber each, or ids that hold the producer's name. A second message under

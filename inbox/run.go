@@ -10,7 +10,6 @@ import (
 
 	"github.com/cenkalti/backoff/v4"
 
-	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker"
 )
 
@@ -180,13 +179,7 @@ func (r *run) deliver(d broker.Delivery) {
 		r.giveBack([]*task{t})
 		return
 	}
-	t.redriven = restore(&t.m, r.c.box.subscriber)
-	if problem := postroom.CheckID(t.m.ID); problem != "" {
-		t.m.ID = positionID(d.Position())
-		if r.c.box.cfg.MissingID == DeadLetterWithoutID {
-			t.dead = &deadLetter{reason: "the message's id " + problem}
-		}
-	}
+	r.c.identify(t, d.Position())
 	t.attempts = r.attempts[t.m.ID]
 	r.s.add(t)
 	now := time.Now()
