@@ -423,36 +423,45 @@ func TestListDeadLetters(t *testing.T) {
 	}
 }
 
-// A requeued message's COMMIT whose answer is lost is settled by the outcome, not
-// by the record, which was there before.
+// The COMMIT of a redriven message whose answer is lost is settled by the outcome,
+// not by the record, which was there before: it would be acknowledged without
+// effect. A requeued one is found again in any case.
 func TestRequeueAmbiguousCommit(t *testing.T) {
+	redriven := message("d1")
+	redriven.Headers = headers("postroom-dead-id", "m1", "postroom-dead-subscriber", "billing")
+	again := map[string]func(*testing.T, *pgxpool.Pool, *memory.Broker){
+		"requeued": func(t *testing.T, pool *pgxpool.Pool, _ *memory.Broker) { requeue(t, pool, 1, "m1") },
+		"redriven": func(t *testing.T, _ *pgxpool.Pool, bus *memory.Broker) { publish(t, bus, redriven) },
+	}
 	for name, how := range map[string]cut{"before": before, "after": after} {
-		t.Run(name, func(t *testing.T) {
-			base := newPool(t, pgtest.First(t))
-			p, pool := newProxy(t, base, 4)
-			bus, rec := newBus()
-			h := refusing("m1")
-			publish(t, bus, message("m1"))
-			start(t, pool, rec, h.handle, quick)
-			eventuallyStates(t, base, "m1 dead")
-			eventually(t, "an ack", func() bool { return rec.count("ack") == 1 })
-			h.heal("m1")
-			var cuts atomic.Int32
-			p.mu.Lock()
-			p.onCommit = func() cut {
-				if cuts.Add(1) == 1 {
-					return how
+		for kind, handleAgain := range again {
+			t.Run(kind+"/"+name, func(t *testing.T) {
+				base := newPool(t, pgtest.First(t))
+				p, pool := newProxy(t, base, 4)
+				bus, rec := newBus()
+				h := refusing("m1")
+				publish(t, bus, message("m1"))
+				start(t, pool, rec, h.handle, quick)
+				eventually(t, "an ack", func() bool { return rec.count("ack") == 1 })
+				wantStrings(t, "letters", states(t, base), "m1 dead")
+				h.heal("m1")
+				var cuts atomic.Int32
+				p.mu.Lock()
+				p.onCommit = func() cut {
+					if cuts.Add(1) == 1 {
+						return how
+					}
+					return never
 				}
-				return never
-			}
-			p.mu.Unlock()
-			requeue(t, base, 1, "m1")
-			eventuallyStates(t, base)
-			wantStrings(t, "effects", effects(t, base), "m1")
-			wantStrings(t, "processed", outcomes(t, base), "billing m1 handled")
-			if cuts.Load() == 0 {
-				t.Error("no COMMIT was cut")
-			}
-		})
+				p.mu.Unlock()
+				handleAgain(t, base, bus)
+				eventuallyStates(t, base)
+				wantStrings(t, "effects", effects(t, base), "m1")
+				wantStrings(t, "processed", outcomes(t, base), "billing m1 handled")
+				if cuts.Load() == 0 {
+					t.Error("no COMMIT was cut")
+				}
+			})
+		}
 	}
 }
