@@ -64,7 +64,9 @@ func TestMessageID(t *testing.T) {
 		m.Headers = headers("ce_source", "/shop", "ce_id", id)
 		return m
 	}
-	publish(t, bus, event("m1", "7"), event("m2", "7"), event("m3", "8"), event("m4", ""), event("m5", "boom"))
+	redriven := event("m6", "9") // its dead letter's id holds
+	redriven.Headers = append(redriven.Headers, headers("postroom-dead-id", "old", "postroom-dead-subscriber", "billing")...)
+	publish(t, bus, event("m1", "7"), event("m2", "7"), event("m3", "8"), event("m4", ""), event("m5", "boom"), redriven)
 	start(t, pool, rec, effect, inbox.Config{
 		MissingID: inbox.DeadLetterWithoutID,
 		MessageID: func(m postroom.Message) string {
@@ -74,10 +76,10 @@ func TestMessageID(t *testing.T) {
 			return inbox.IDFromCloudEvent(m)
 		},
 	})
-	eventually(t, "five acks", func() bool { return rec.count("ack") == 5 })
+	eventually(t, "six acks", func() bool { return rec.count("ack") == 6 })
 	got := effects(t, pool)
 	slices.Sort(got)
-	wantStrings(t, "effects", got, "/shop 7", "/shop 8")
+	wantStrings(t, "effects", got, "/shop 7", "/shop 8", "old")
 	wantStrings(t, "letters", query(t, pool, `SELECT message_id || '|' || reason FROM postroom.inbox_dead_letters ORDER BY message_id`),
 		"position:orders/3|the message's id is empty", "position:orders/4|the message's id is empty")
 }
