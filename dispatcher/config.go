@@ -36,6 +36,13 @@ type Config struct {
 	// outbox; under traffic it is 2ms. Default 200ms, at least 2ms.
 	MaxPollInterval time.Duration
 
+	// Retention is how long a published message stays in the outbox, counted
+	// from its publishing. Default 24h; negative keeps messages for ever, a
+	// nanosecond deletes them at once. What is not published, or set aside,
+	// stays in any case. Dispatchers of one outbox should agree on it: the
+	// owner of a lane decides for the lane.
+	Retention time.Duration
+
 	// DrainTimeout bounds how long Run waits, once its context has ended, for
 	// what is being published. Default 30s; negative waits without limit.
 	DrainTimeout time.Duration
@@ -85,6 +92,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.MaxPollInterval < minPollInterval {
 		bad("MaxPollInterval is %v, want at least %v", c.MaxPollInterval, minPollInterval)
+	}
+	if c.Retention == 0 {
+		c.Retention = defaultRetention
 	}
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = 30 * time.Second

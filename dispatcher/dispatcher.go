@@ -62,7 +62,7 @@ type Dispatcher struct {
 // pub. It reports every problem of cfg at once, and does not connect.
 //
 // The dispatcher holds at most one connection for each lane that it publishes,
-// a second one while it reads ahead, and three for its own upkeep, each for
+// a second one while it reads ahead, and four for its own upkeep, each for
 // one statement at a time: any pool size works. No connection is held while
 // the broker is being waited for.
 func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, error) {
@@ -153,6 +153,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	wg.Go(func() { d.poll(ctx) })
 	wg.Go(func() { d.schedule(ctx) })
+	wg.Go(func() { d.clean(ctx) })
 	d.keep(ctx, work)
 	wg.Wait()
 	if timedOut.Load() {

@@ -2,7 +2,6 @@ package dispatcher
 
 import (
 	"context"
-	"hash/fnv"
 	"time"
 )
 
@@ -32,9 +31,7 @@ const scheduleEvery = 500 * time.Millisecond
 
 // schedule moves due messages until ctx ends.
 func (d *Dispatcher) schedule(ctx context.Context) {
-	h := fnv.New64a()
-	_, _ = h.Write([]byte("postroom schedule " + d.cfg.Schema)) // never fails
-	lock := int64(h.Sum64())
+	lock := lockKey("postroom schedule " + d.cfg.Schema)
 	for ctx.Err() == nil {
 		var moved int64
 		if len(d.held()) > 0 {

@@ -33,6 +33,7 @@ func TestPlans(t *testing.T) {
 			for _, generic := range []bool{false, true} {
 				t.Run(fmt.Sprintf("statistics=%v/generic=%v", statistics, generic), func(t *testing.T) {
 					p.check(t, generic)
+					p.clean(t, generic)
 					if n := p.poll(t, generic, p.now(t)); n > empty+24 { // a level more in each index
 						t.Errorf("a poll costs %d buffers, and %d where nothing is retained", n, empty)
 					}
@@ -152,6 +153,42 @@ func (p *planned) check(t *testing.T, generic bool) {
 		}
 		t.Logf("%-14s reads %6d messages, %6d buffers", c.name, read, plan.buffers())
 	}
+}
+
+// clean looks at the cleaner's statements, with half of the messages old enough.
+func (p *planned) clean(t *testing.T, generic bool) {
+	t.Helper()
+	half := p.first + planXids/2
+	seen := fmt.Sprintf("%d:%d:%d", half-500, half, half-500)
+	exec(t, p.conn, `UPDATE "postroom".outbox_cursors SET prev = '1:1:', until = $2::text::pg_snapshot, last_id = 9223372036854775807,
+		created_at = now() - interval '1 day' WHERE lane = $1`, p.lane, seen)
+	common := []any{p.lane, p.origin, int64(1), "1:1:", seen, int64(1<<63 - 1), "1 hour", int64(7)}
+	with := func(args ...any) []any { return append(append([]any{}, common...), args...) }
+	for _, c := range []struct {
+		name, sql string
+		args      []any
+		deleted   int
+	}{
+		{"clean/list", "cleanable", []any{"test", "1 hour"}, 0},
+		{"clean/first", "cleanRange", with("1", int64(0), planPage), planPage},
+		{"clean/middle", "cleanRange", with(fmt.Sprint(half-5000), int64(0), planPage), planPage},
+		{"clean/ended", "cleanEnded", with([]string{fmt.Sprint(half - 400), fmt.Sprint(half - 300)}, planPage), 10},
+		{"clean/nothing", "cleanRange", with(fmt.Sprint(half), int64(0), planPage), 0},
+	} {
+		plan := explain(t, p.conn, generic, statement(t, c.sql), c.args...)
+		read := plan.read("outbox_messages") // each once in the index, once by its place
+		if bad := plan.scans("outbox_messages", "Seq"); len(bad) > 0 {
+			t.Errorf("%s: scans of the messages: %v", c.name, bad)
+		}
+		if read < 2*c.deleted || read > 2*c.deleted+40 {
+			t.Errorf("%s reads %d messages to delete %d", c.name, read, c.deleted)
+		}
+		if n := plan.buffers(); n > 6*c.deleted+150 {
+			t.Errorf("%s touches %d buffers", c.name, n)
+		}
+		t.Logf("%-14s reads %6d messages, %6d buffers", c.name, read, plan.buffers())
+	}
+	exec(t, p.conn, `UPDATE "postroom".outbox_cursors SET last_id = 9223372036854775807 WHERE lane = $1`, p.lane)
 }
 
 // openTransaction has a transaction write a hundred thousand messages and stay
