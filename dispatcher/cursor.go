@@ -38,6 +38,7 @@ type sql struct {
 	poll, begin, close, advance, bounds, pageA, pageB, thin string
 	behind, park, due, drain, sweep, suspect                string
 	cleanable, cleanEnded, cleanRange                       string
+	places, replayBounds, replayPage                        string
 }
 
 func newSQL(schema string) sql {
@@ -50,6 +51,7 @@ func newSQL(schema string) sql {
 		bounds: in(differenceBounds), pageA: in(differencePageA), pageB: in(differencePageB), thin: in(thinCursors),
 		behind: in(keysBehind), park: in(parkMessages), due: in(moveDue), drain: in(drainLane), sweep: in(sweepLanes), suspect: in(suspectMessage),
 		cleanable: in(cleanable), cleanEnded: in(cleanEnded), cleanRange: in(cleanRange),
+		places: in(cursorPlaces), replayBounds: in(replayBounds), replayPage: in(replayPage),
 	}
 }
 

@@ -14,15 +14,7 @@ import (
 // newest cursor that is older than the retention. What it names as settled was
 // published by then. It probes index outbox_cursors_time once for each.
 const cleanable = `
-WITH RECURSIVE place(lane, origin) AS (
-    (SELECT lane, origin FROM "postroom".outbox_cursors ORDER BY lane, origin LIMIT 1)
-    UNION ALL
-    SELECT n.lane, n.origin
-      FROM place p, LATERAL (
-           SELECT lane, origin FROM "postroom".outbox_cursors
-            WHERE (lane, origin) > (p.lane, p.origin)
-            ORDER BY lane, origin LIMIT 1) n
-)
+WITH RECURSIVE ` + everyPlace + `
 SELECT p.lane, p.origin, c.number, c.prev::text, c.until::text, c.last_id
   FROM place p
   LEFT JOIN "postroom".outbox_lanes l ON l.lane = p.lane,
@@ -31,6 +23,18 @@ SELECT p.lane, p.origin, c.number, c.prev::text, c.until::text, c.last_id
         WHERE lane = p.lane AND origin = p.origin AND created_at <= now() - $2::interval
         ORDER BY created_at DESC, number DESC LIMIT 1) c
  WHERE l.owner IS NULL OR l.owner = $1::text OR l.lease < clock_timestamp()`
+
+// everyPlace finds the lanes and origins that have cursors, by skipping from
+// one to the next through the primary key.
+const everyPlace = `place(lane, origin) AS (
+    (SELECT lane, origin FROM "postroom".outbox_cursors ORDER BY lane, origin LIMIT 1)
+    UNION ALL
+    SELECT n.lane, n.origin
+      FROM place p, LATERAL (
+           SELECT lane, origin FROM "postroom".outbox_cursors
+            WHERE (lane, origin) > (p.lane, p.origin)
+            ORDER BY lane, origin LIMIT 1) n
+)`
 
 // horizon is the first part of both statements that delete. It takes the lane's
 // turn, and demands that the cursor which memory goes by stands in the database
