@@ -155,6 +155,49 @@ func (p *planned) check(t *testing.T, generic bool) {
 	}
 }
 
+// TestSchedulePlans: two hundred thousand messages that wait for their time cost
+// the look for due ones nothing, with and without statistics, nor does a
+// cancellation look through them.
+func TestSchedulePlans(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		u := s.database(t)
+		conn, err := pgx.Connect(t.Context(), u)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close(context.Background())
+		exec(t, conn, `ALTER TABLE "postroom".outbox_scheduled SET (autovacuum_enabled = false)`)
+		add := func(from, n int, when string) {
+			exec(t, conn, `INSERT INTO "postroom".outbox_scheduled (deliver_at, hash, message_id, topic, key)
+				SELECT now() + $3::interval + g * interval '1 ms', g % 7, 'm' || g, 'orders', 'k' || g % 1000
+				  FROM generate_series($1::int4, $1::int4 + $2::int4 - 1) g`, from, n, when)
+		}
+		add(0, 200_000, "1 hour")
+		cancel := constants(t, "outbox")["deleteScheduled"]
+		for _, statistics := range []bool{false, true} {
+			if statistics {
+				exec(t, conn, `ANALYZE`)
+			}
+			for _, generic := range []bool{false, true} {
+				plan := explain(t, conn, generic, statement(t, "moveDue"), int64(7))
+				if n := plan.buffers(); n > 20 {
+					t.Errorf("statistics=%v generic=%v: a look that finds nothing touches %d buffers", statistics, generic, n)
+				}
+				if n := explain(t, conn, generic, cancel, "m1000").buffers(); n > 20 {
+					t.Errorf("statistics=%v generic=%v: Cancel touches %d buffers", statistics, generic, n)
+				}
+			}
+		}
+		add(200_000, 3000, "-1 hour")
+		for _, generic := range []bool{false, true} {
+			plan := explain(t, conn, generic, statement(t, "moveDue"), int64(7))
+			if n := plan.read("outbox_scheduled"); n != 3000 { // by the index, by their places, and as deleted
+				t.Errorf("generic=%v: reads %d messages to move 1000", generic, n)
+			}
+		}
+	})
+}
+
 // clean looks at the cleaner's statements, with half of the messages old enough.
 func (p *planned) clean(t *testing.T, generic bool) {
 	t.Helper()
