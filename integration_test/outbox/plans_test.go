@@ -42,6 +42,7 @@ func TestPlans(t *testing.T) {
 		}
 		p.openTransaction(t, empty)
 		p.stale(t)
+		p.status(t)
 	})
 }
 
@@ -196,6 +197,28 @@ func TestSchedulePlans(t *testing.T) {
 			}
 		}
 	})
+}
+
+// status looks at what ReadStatus reads where all is published: retained
+// messages cost it nothing, and of refused ones it reads those that it lists.
+func (p *planned) status(t *testing.T) {
+	t.Helper()
+	exec(t, p.conn, `DELETE FROM "postroom".outbox_cursors`)
+	exec(t, p.conn, `INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
+		SELECT lane, $1, 1, 7, 'test', '1:1:', pg_current_snapshot(), 9223372036854775807 FROM "postroom".outbox_lanes`, p.origin)
+	for _, generic := range []bool{false, true} {
+		plan := explain(t, p.conn, generic, statement(t, "statusLanes"), 100_000)
+		if n := plan.read("outbox_messages"); n > 20 {
+			t.Errorf("generic=%v: the status of four lanes reads %d messages", generic, n)
+		}
+		if n := plan.buffers(); n > 200 {
+			t.Errorf("generic=%v: the status of four lanes touches %d buffers", generic, n)
+		}
+		plan = explain(t, p.conn, generic, statement(t, "statusHeads"), 100_000)
+		if n := plan.read("outbox_parked"); n > 50_000 { // 100 heads, each with 200 of its key behind it at most
+			t.Errorf("generic=%v: the list of heads reads %d parked messages", generic, n)
+		}
+	}
 }
 
 // clean looks at the cleaner's statements, with half of the messages old enough.

@@ -159,3 +159,4 @@ CREATE TABLE "postroom".outbox_parked (
     CHECK (state <> 'waiting' OR (key IS NOT NULL AND error IS NULL AND attempts = 0))
 );
 CREATE INDEX outbox_parked_key ON "postroom".outbox_parked (lane, topic, key, origin, id) WHERE key IS NOT NULL;
+CREATE INDEX outbox_parked_refused ON "postroom".outbox_parked (parked_at) WHERE state = 'refused';
