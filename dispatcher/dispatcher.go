@@ -48,6 +48,7 @@ type Dispatcher struct {
 	began   time.Time
 	home    atomic.Int64 // the database's origin
 	trouble *troubles
+	woken   chan struct{} // Wake was called
 
 	nudge chan struct{} // a lane has come to rest: see to it at once
 
@@ -83,8 +84,19 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 		began:   time.Now(),
 		trouble: &troubles{log: cfg.Logger, at: make(map[string]*trouble)},
 		nudge:   make(chan struct{}, 1),
+		woken:   make(chan struct{}, 1),
 		lanes:   make(map[int32]*lane),
 	}, nil
+}
+
+// Wake makes the dispatcher look for new messages now rather than at its next
+// poll, after a commit in the same process. Calls that come faster than polls
+// count as one. It does not block, and is safe for concurrent use.
+func (d *Dispatcher) Wake() {
+	select {
+	case d.woken <- struct{}{}:
+	default:
+	}
 }
 
 // Health returns what keeps messages from being published at present (the
