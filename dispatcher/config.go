@@ -50,6 +50,13 @@ type Config struct {
 	// some three hours.
 	MaxAttempts int
 
+	// Retention is how long a published message stays in the outbox, counted
+	// from its publishing. Default 24h; negative keeps messages for ever, a
+	// nanosecond deletes them at once. What is not published, or set aside,
+	// stays in any case. Dispatchers of one outbox should agree on it: the
+	// owner of a lane decides for the lane.
+	Retention time.Duration
+
 	// DrainTimeout bounds how long Run waits, once its context has ended, for
 	// what is being published. Default 30s; negative waits without limit.
 	DrainTimeout time.Duration
@@ -111,6 +118,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.MaxAttempts < 1 {
 		bad("MaxAttempts is %d, want at least 1", c.MaxAttempts)
+	}
+	if c.Retention == 0 {
+		c.Retention = defaultRetention
 	}
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = 30 * time.Second

@@ -38,6 +38,8 @@ type sql struct {
 	poll, begin, close, advance, bounds, pageA, pageB, thin string
 	behind, anyParked, park, due, drain, sweep, suspect     string
 	away, parkedDue, readAway, readDue, try, settle         string
+	cleanable, cleanEnded, cleanRange                       string
+	places, replayBounds, replayPage                        string
 }
 
 func newSQL(schema string) sql {
@@ -51,6 +53,8 @@ func newSQL(schema string) sql {
 		behind: in(keysBehind), anyParked: in(anyParked), park: in(parkMessages), due: in(moveDue),
 		drain: in(drainLane), sweep: in(sweepLanes), suspect: in(suspectMessage),
 		away: in(awayScopes), parkedDue: in(dueParked), readAway: in(readAway), readDue: in(readDue), try: in(tryParked), settle: in(leaveParked),
+		cleanable: in(cleanable), cleanEnded: in(cleanEnded), cleanRange: in(cleanRange),
+		places: in(cursorPlaces), replayBounds: in(replayBounds), replayPage: in(replayPage),
 	}
 }
 
@@ -70,13 +74,20 @@ SELECT l.fence, coalesce(l.owner, ''), "postroom".origin(),
 // firstCursor starts a lane at the empty snapshot: the row that all others
 // follow. It is also written, with the next number, over a closed cursor of
 // the database's own origin, which a dump that returns home brings along: its
-// rows cannot be told from new ones, so all are published, some once more.
+// rows cannot be told from new ones, so all are published, some once more. The
+// history that came along says nothing of when, and goes.
 const firstCursor = `
+WITH history AS (
+    DELETE FROM "postroom".outbox_cursors
+     WHERE lane = $1::int4 AND origin = $2::int8 AND number <= $3::int8
+       AND EXISTS (SELECT FROM "postroom".outbox_lanes
+                    WHERE lane = $1 AND fence = $4::int8 AND owner = $5::text)
+)
 INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
-SELECT l.lane, $2::int8, $3::int8 + 1, l.fence, l.owner, '1:1:', '1:1:', 9223372036854775807
+SELECT l.lane, $2, $3 + 1, l.fence, l.owner, '1:1:', '1:1:', 9223372036854775807
   FROM "postroom".outbox_lanes l,
        (SELECT set_config('synchronous_commit', 'on', true)) durable
- WHERE l.lane = $1::int4 AND l.fence = $4::int8 AND l.owner = $5::text
+ WHERE l.lane = $1 AND l.fence = $4 AND l.owner = $5
 ON CONFLICT DO NOTHING`
 
 // load reads what the database holds for the lane and makes it memory's. It
@@ -176,7 +187,7 @@ func (l *lane) advance(ctx context.Context, lastID int64) error {
 const thinCursors = `
 DELETE FROM "postroom".outbox_cursors c
  WHERE c.lane = $1::int4 AND c.origin = $2::int8 AND c.number >= $3::int8 AND c.number < $4::int8
-   AND (c.created_at < now() - interval '8 days'
+   AND (c.created_at < now() - $5::interval
         OR EXISTS (SELECT FROM "postroom".outbox_cursors n
                     WHERE n.lane = c.lane AND n.origin = c.origin AND n.number = c.number + 1
                       AND date_trunc('minute', n.created_at) = date_trunc('minute', c.created_at)))`

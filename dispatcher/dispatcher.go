@@ -50,6 +50,7 @@ type Dispatcher struct {
 
 	lastStored atomic.Int64 // when the broker last stored something, in nanoseconds of clock
 	trouble    *troubles
+	woken      chan struct{} // Wake was called
 
 	nudge chan struct{} // a lane has come to rest: see to it at once
 
@@ -86,8 +87,19 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 		began:   time.Now(),
 		trouble: &troubles{log: cfg.Logger, at: make(map[string]*trouble)},
 		nudge:   make(chan struct{}, 1),
+		woken:   make(chan struct{}, 1),
 		lanes:   make(map[int32]*lane),
 	}, nil
+}
+
+// Wake makes the dispatcher look for new messages now rather than at its next
+// poll, after a commit in the same process. Calls that come faster than polls
+// count as one. It does not block, and is safe for concurrent use.
+func (d *Dispatcher) Wake() {
+	select {
+	case d.woken <- struct{}{}:
+	default:
+	}
 }
 
 // Health returns what keeps messages from being published at present (the
@@ -157,6 +169,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	wg.Go(func() { d.poll(ctx) })
 	wg.Go(func() { d.schedule(ctx) })
 	wg.Go(func() { d.watchParked(ctx) })
+	wg.Go(func() { d.clean(ctx) })
 	d.keep(ctx, work)
 	wg.Wait()
 	if timedOut.Load() {

@@ -20,6 +20,9 @@ const (
 	// thinEvery is the pause between two thinnings of a lane's cursors.
 	thinEvery = 10 * time.Second
 
+	// forgetEvery is the pause between two looks for cursors that are too old.
+	forgetEvery = time.Hour
+
 	// smallDifference is the size below which a lane lets the next poll, a
 	// moment later, collect what comes, instead of asking again at once.
 	smallDifference = 100
@@ -62,8 +65,9 @@ type lane struct {
 	careful bool // progress is recorded after every page
 	alone   bool // the next call is of a suspect and has d.publishing for itself
 
-	thinnedTo int64
-	lastThin  time.Time
+	thinnedTo  int64
+	lastThin   time.Time
+	lastForget time.Time
 
 	askedParked time.Time // when it was last asked whether it has parked messages
 }
@@ -338,7 +342,11 @@ func (l *lane) thin(work context.Context) {
 		return
 	}
 	l.lastThin = time.Now()
-	_, err := l.d.pool.Exec(work, l.d.sql.thin, l.number, l.origin, max(l.thinnedTo-1, 0), l.began)
+	if time.Since(l.lastForget) >= forgetEvery {
+		l.lastForget, l.thinnedTo = time.Now(), 0 // from the oldest on
+	}
+	_, err := l.d.pool.Exec(work, l.d.sql.thin, l.number, l.origin, max(l.thinnedTo-1, 0), l.began,
+		l.d.cfg.keepCursors())
 	if err != nil {
 		l.d.trouble.set(l.name(), fmt.Errorf("thin cursors: %w", err))
 		return

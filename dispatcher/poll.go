@@ -78,8 +78,25 @@ func (d *Dispatcher) poll(ctx context.Context) {
 		if found {
 			busy = time.Now()
 		}
-		wait(ctx, pause(time.Since(busy), d.cfg.MaxPollInterval))
+		if d.waitOrWake(ctx, pause(time.Since(busy), d.cfg.MaxPollInterval)) {
+			busy = time.Now()
+		}
 	}
+}
+
+// waitOrWake waits as [wait] does, and reports whether Wake was called. Another
+// poll follows the last within a minPollInterval at the soonest.
+func (d *Dispatcher) waitOrWake(ctx context.Context, pause time.Duration) bool {
+	wait(ctx, min(pause, minPollInterval))
+	t := time.NewTimer(pause - minPollInterval)
+	defer t.Stop()
+	select {
+	case <-d.woken:
+		return true
+	case <-t.C:
+	case <-ctx.Done():
+	}
+	return false
 }
 
 // pause grows with the time since something last came: a twentieth of it.

@@ -37,6 +37,11 @@ type Outbox struct {
 	// may have together. What is larger is refused before the broker has to.
 	// Default 1 MiB; negative means no limit.
 	MaxSize int
+
+	// Wake, where set, is called by Transact after each commit that has written
+	// messages. The Wake method of a dispatcher in the same process fits: it
+	// then publishes without waiting for its next poll.
+	Wake func()
 }
 
 const defaultMaxSize = 1 << 20

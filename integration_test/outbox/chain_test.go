@@ -123,7 +123,7 @@ func TestVersionChains(t *testing.T) {
 			SELECT $1, $2, n, 7, 'test', '1:1:', '1:1:', 9223372036854775807 FROM generate_series(2, $3::int) n`, lane, origin, advances)
 		appended := newest()
 		thin := statement(t, "thinCursors")
-		exec(t, pool, thin, lane, origin, int64(0), int64(advances))
+		exec(t, pool, thin, lane, origin, int64(0), int64(advances), "8 days")
 		if n := scan[int](t, pool, `SELECT count(*) FROM "postroom".outbox_cursors WHERE lane = $1`, lane); n > 20 {
 			t.Errorf("%d cursors of about a minute are left", n)
 		}

@@ -33,6 +33,7 @@ func TestPlans(t *testing.T) {
 			for _, generic := range []bool{false, true} {
 				t.Run(fmt.Sprintf("statistics=%v/generic=%v", statistics, generic), func(t *testing.T) {
 					p.check(t, generic)
+					p.clean(t, generic)
 					if n := p.poll(t, generic, p.now(t)); n > empty+24 { // a level more in each index
 						t.Errorf("a poll costs %d buffers, and %d where nothing is retained", n, empty)
 					}
@@ -41,6 +42,7 @@ func TestPlans(t *testing.T) {
 		}
 		p.openTransaction(t, empty)
 		p.stale(t)
+		p.status(t)
 	})
 }
 
@@ -152,6 +154,107 @@ func (p *planned) check(t *testing.T, generic bool) {
 		}
 		t.Logf("%-14s reads %6d messages, %6d buffers", c.name, read, plan.buffers())
 	}
+}
+
+// TestSchedulePlans: two hundred thousand messages that wait for their time cost
+// the look for due ones nothing, with and without statistics, nor does a
+// cancellation look through them.
+func TestSchedulePlans(t *testing.T) {
+	each(t, func(t *testing.T, s *server) {
+		u := s.database(t)
+		conn, err := pgx.Connect(t.Context(), u)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close(context.Background())
+		exec(t, conn, `ALTER TABLE "postroom".outbox_scheduled SET (autovacuum_enabled = false)`)
+		add := func(from, n int, when string) {
+			exec(t, conn, `INSERT INTO "postroom".outbox_scheduled (deliver_at, hash, message_id, topic, key)
+				SELECT now() + $3::interval + g * interval '1 ms', g % 7, 'm' || g, 'orders', 'k' || g % 1000
+				  FROM generate_series($1::int4, $1::int4 + $2::int4 - 1) g`, from, n, when)
+		}
+		add(0, 200_000, "1 hour")
+		cancel := constants(t, "outbox")["deleteScheduled"]
+		for _, statistics := range []bool{false, true} {
+			if statistics {
+				exec(t, conn, `ANALYZE`)
+			}
+			for _, generic := range []bool{false, true} {
+				plan := explain(t, conn, generic, statement(t, "moveDue"), int64(7))
+				if n := plan.buffers(); n > 20 {
+					t.Errorf("statistics=%v generic=%v: a look that finds nothing touches %d buffers", statistics, generic, n)
+				}
+				if n := explain(t, conn, generic, cancel, "m1000").buffers(); n > 20 {
+					t.Errorf("statistics=%v generic=%v: Cancel touches %d buffers", statistics, generic, n)
+				}
+			}
+		}
+		add(200_000, 3000, "-1 hour")
+		for _, generic := range []bool{false, true} {
+			plan := explain(t, conn, generic, statement(t, "moveDue"), int64(7))
+			if n := plan.read("outbox_scheduled"); n != 3000 { // by the index, by their places, and as deleted
+				t.Errorf("generic=%v: reads %d messages to move 1000", generic, n)
+			}
+		}
+	})
+}
+
+// status looks at what ReadStatus reads where all is published: retained
+// messages cost it nothing, and of refused ones it reads those that it lists.
+func (p *planned) status(t *testing.T) {
+	t.Helper()
+	exec(t, p.conn, `DELETE FROM "postroom".outbox_cursors`)
+	exec(t, p.conn, `INSERT INTO "postroom".outbox_cursors (lane, origin, number, fence, owner, prev, until, last_id)
+		SELECT lane, $1, 1, 7, 'test', '1:1:', pg_current_snapshot(), 9223372036854775807 FROM "postroom".outbox_lanes`, p.origin)
+	for _, generic := range []bool{false, true} {
+		plan := explain(t, p.conn, generic, statement(t, "statusLanes"), 100_000)
+		if n := plan.read("outbox_messages"); n > 20 {
+			t.Errorf("generic=%v: the status of four lanes reads %d messages", generic, n)
+		}
+		if n := plan.buffers(); n > 200 {
+			t.Errorf("generic=%v: the status of four lanes touches %d buffers", generic, n)
+		}
+		plan = explain(t, p.conn, generic, statement(t, "statusHeads"), 100_000)
+		if n := plan.read("outbox_parked"); n > 50_000 { // 100 heads, each with 200 of its key behind it at most
+			t.Errorf("generic=%v: the list of heads reads %d parked messages", generic, n)
+		}
+	}
+}
+
+// clean looks at the cleaner's statements, with half of the messages old enough.
+func (p *planned) clean(t *testing.T, generic bool) {
+	t.Helper()
+	half := p.first + planXids/2
+	seen := fmt.Sprintf("%d:%d:%d", half-500, half, half-500)
+	exec(t, p.conn, `UPDATE "postroom".outbox_cursors SET prev = '1:1:', until = $2::text::pg_snapshot, last_id = 9223372036854775807,
+		created_at = now() - interval '1 day' WHERE lane = $1`, p.lane, seen)
+	common := []any{p.lane, p.origin, int64(1), "1:1:", seen, int64(1<<63 - 1), "1 hour", int64(7)}
+	with := func(args ...any) []any { return append(append([]any{}, common...), args...) }
+	for _, c := range []struct {
+		name, sql string
+		args      []any
+		deleted   int
+	}{
+		{"clean/list", "cleanable", []any{"test", "1 hour"}, 0},
+		{"clean/first", "cleanRange", with("1", int64(0), planPage), planPage},
+		{"clean/middle", "cleanRange", with(fmt.Sprint(half-5000), int64(0), planPage), planPage},
+		{"clean/ended", "cleanEnded", with([]string{fmt.Sprint(half - 400), fmt.Sprint(half - 300)}, planPage), 10},
+		{"clean/nothing", "cleanRange", with(fmt.Sprint(half), int64(0), planPage), 0},
+	} {
+		plan := explain(t, p.conn, generic, statement(t, c.sql), c.args...)
+		read := plan.read("outbox_messages") // each once in the index, once by its place
+		if bad := plan.scans("outbox_messages", "Seq"); len(bad) > 0 {
+			t.Errorf("%s: scans of the messages: %v", c.name, bad)
+		}
+		if read < 2*c.deleted || read > 2*c.deleted+40 {
+			t.Errorf("%s reads %d messages to delete %d", c.name, read, c.deleted)
+		}
+		if n := plan.buffers(); n > 6*c.deleted+150 {
+			t.Errorf("%s touches %d buffers", c.name, n)
+		}
+		t.Logf("%-14s reads %6d messages, %6d buffers", c.name, read, plan.buffers())
+	}
+	exec(t, p.conn, `UPDATE "postroom".outbox_cursors SET last_id = 9223372036854775807 WHERE lane = $1`, p.lane)
 }
 
 // openTransaction has a transaction write a hundred thousand messages and stay

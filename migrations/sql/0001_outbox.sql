@@ -115,6 +115,7 @@ CREATE TABLE "postroom".outbox_cursors (
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (lane, origin, number)
 );
+CREATE INDEX outbox_cursors_time ON "postroom".outbox_cursors (lane, origin, created_at, number);
 
 -- Messages for later. They enter outbox_messages when they are due.
 CREATE TABLE "postroom".outbox_scheduled (
