@@ -84,7 +84,8 @@ func transactions(t *testing.T, r *rig) {
 		if got := c.take(len(want)); !slices.Equal(got, want) {
 			t.Fatalf("with fetches of %d bytes came %q, want %q", size, got, want)
 		}
-		until(t, "offsets move past what is hidden", func() bool { return r.committedAs(group, "tx", 0) == last })
+		// The last marker may have been written after the end was read.
+		until(t, "offsets move past what is hidden", func() bool { return r.committedAs(group, "tx", 0) >= last })
 		c.stopped()
 	}
 	c := r.consumeAs("dirty", "tx", 7, func(c *franz.Config) { c.ReadUncommitted = true })

@@ -26,6 +26,7 @@ var needReal = map[string]string{
 	"TestB60NoMessageIsPassedOver":          "partitions that are added, logs that are cut",
 	"TestB62B96ReadsWhatIsThere":            "records as the broker keeps them",
 	"TestB95OnlyCommittedIsRead":            "transactions",
+	"TestGroupUnderLoad":                    "a group as the broker keeps it",
 	"TestInteroperability":                  "Java's client",
 	"TestSecureListeners":                   "TLS and SASL as the broker speaks them",
 	"TestStalledHandshake":                  "the same",
@@ -91,7 +92,9 @@ func sharedRig(t testing.TB) *rig {
 	t.Helper()
 	mustBeListed(t)
 	shared.once.Do(func() {
-		shared.kafka, shared.err = throwaway.StartKafka(context.Background(), throwaway.KafkaConfig{RequireReal: true})
+		shared.kafka, shared.err = throwaway.StartKafka(context.Background(), throwaway.KafkaConfig{
+			RequireReal: true, Settings: map[string]string{"group.min.session.timeout.ms": "1000"},
+		})
 		if shared.err == nil {
 			atEnd = append(atEnd, shared.kafka.Close)
 		}
