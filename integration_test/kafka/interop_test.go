@@ -119,7 +119,10 @@ func othersContentsAreRead(t *testing.T, r *rig, java *throwaway.Java) {
 	for _, key := range [][]byte{nil, {}, []byte("k\xff")} {
 		for _, value := range [][]byte{nil, {}, []byte("v\x00")} {
 			records = append(records, throwaway.JavaRecord{Topic: topic, Key: key, Value: value, Headers: []throwaway.JavaHeader{
-				{Name: "b", Value: []byte("1")}, {Name: "a", Value: nil}, {Name: "b", Value: []byte{}}, {Name: "B", Value: []byte{0, 0xff}},
+				{Name: "b", Value: []byte("1")},
+				{Name: "a", Value: nil},
+				{Name: "b", Value: []byte{}},
+				{Name: "B", Value: []byte{0, 0xff}},
 				{Name: "postroom-id", Value: fmt.Append(nil, "id ", len(records))},
 				{Name: "postroom-time", Value: []byte("2026-02-03T02:05:06.789012Z")},
 			}})
