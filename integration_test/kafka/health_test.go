@@ -70,7 +70,7 @@ func TestB63HealthShowsAuthentication(t *testing.T) {
 		t.Errorf("%d messages are refused (%v)", parked, err)
 	}
 	current.Store(password)
-	if got := firstArrivals(recordIDs(s.read("health", 20))); len(got) != 20 || got[19] != "k-19" {
+	if got := s.readFirst("health", 20); len(got) != 20 || got[19] != "k-19" {
 		t.Errorf("first arrivals are %q", got)
 	}
 	until(t, "Health is well again", func() bool { return d.Health() == nil })

@@ -215,17 +215,31 @@ func (r *rig) failNext(n int, code *kerr.Error) {
 	})
 }
 
-// read returns the first n records of a topic by a client that is not ours.
+// read returns the first n records of a topic by a client that is not ours, or some
+// more.
 func (r *rig) read(topic string, n int) []*kgo.Record {
 	r.t.Helper()
+	return r.readUntil(topic, func(all []*kgo.Record) bool { return len(all) >= n })
+}
+
+// readFirst returns the ids in a topic, repeats left out, when there are n.
+func (r *rig) readFirst(topic string, n int) []string {
+	r.t.Helper()
+	return firstArrivals(recordIDs(r.readUntil(topic, func(all []*kgo.Record) bool {
+		return len(firstArrivals(recordIDs(all))) >= n
+	})))
+}
+
+func (r *rig) readUntil(topic string, done func([]*kgo.Record) bool) []*kgo.Record {
+	r.t.Helper()
 	cl := newClient(r.t, r.brokers, kgo.ConsumeTopics(topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
-	ctx, cancel := context.WithTimeout(r.t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(r.t.Context(), patience)
 	defer cancel()
 	var all []*kgo.Record
-	for len(all) < n {
+	for !done(all) {
 		f := cl.PollFetches(ctx)
 		if err := f.Err0(); err != nil {
-			r.t.Fatalf("after %d of %d records: %v", len(all), n, err)
+			r.t.Fatalf("after %d records: %v", len(all), err)
 		}
 		all = append(all, f.Records()...)
 	}
