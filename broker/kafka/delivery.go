@@ -67,7 +67,7 @@ func (d *delivery) settle(ctx context.Context, settle func()) error {
 	if d.p.gone {
 		return fmt.Errorf("kafka: %w", broker.ErrLost)
 	}
-	full := f.out == f.s.MaxInFlight || len(d.p.window) >= f.b.cfg.MaxAhead
+	full := f.scarce() || len(d.p.window) >= f.b.cfg.MaxAhead
 	settle()
 	f.out--
 	f.check()
@@ -111,9 +111,13 @@ func (f *feed) next() (*delivery, time.Time) {
 	}
 	var soonest time.Time
 	now := time.Now()
+	kept := f.kept()
 	for range f.parts {
 		f.turn = (f.turn + 1) % len(f.parts)
 		p := f.parts[f.turn]
+		if p.out > 0 && f.out+kept >= f.s.MaxInFlight {
+			continue
+		}
 		r, due := p.next(now, f.b.cfg.MaxAhead)
 		if r != nil {
 			f.out++
@@ -130,6 +134,26 @@ func (f *feed) next() (*delivery, time.Time) {
 	}
 	return nil, soonest
 }
+
+// scarce reports whether places are kept for some partitions. f.mu is held.
+func (f *feed) scarce() bool { return f.out+len(f.parts) >= f.s.MaxInFlight }
+
+// kept is how many of the MaxInFlight places are kept for the partitions of which
+// nothing is handed over, so that a slow one does not stop the others. f.mu is held.
+func (f *feed) kept() (n int) {
+	if !f.scarce() || f.s.MaxInFlight < leastPlaces*len(f.parts) {
+		return 0
+	}
+	for _, p := range f.parts {
+		if p.out == 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// leastPlaces is from how many places for each partition on some are kept.
+const leastPlaces = 4
 
 // assign gives the partitions with the indexes to this member, keeps what it has
 // of them, and takes all others away.

@@ -40,6 +40,10 @@
 // A message given back by Retry holds up those behind it in its partition that have
 // not been handed over. Deliveries are not counted.
 //
+// Partitions are handed over in turns. Where a subscription may have four messages in
+// flight for each of its partitions, or more, one place is kept for each partition
+// that has none, so that a slow one does not stop the others.
+//
 // Records of aborted transactions and transaction markers are never handed over,
 // and an open transaction holds up what lies behind it, unless
 // Config.ReadUncommitted is set.

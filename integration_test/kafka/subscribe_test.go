@@ -426,3 +426,38 @@ func TestSubscribeProblems(t *testing.T) {
 		t.Errorf("Subscribe of a closed bus = %v", err)
 	}
 }
+
+// A partition whose messages are not settled does not stop the others.
+func TestSlowPartition(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.topic("slow", 2)
+	for p := range int32(2) {
+		var recs []*kgo.Record
+		for i := range 100 {
+			recs = append(recs, &kgo.Record{Topic: "slow", Partition: p, Headers: header(fmt.Sprint(p, "-", i))})
+		}
+		r.produce(recs...)
+	}
+	c := consume(t, r.open(), "slow", 8)
+	var held []broker.Delivery
+	for handled := 0; handled < 100; {
+		d := c.next()
+		if d.Position().Partition == 0 {
+			held = append(held, d)
+			continue
+		}
+		ack(t, d)
+		handled++
+	}
+	if len(held) != 7 {
+		t.Errorf("%d messages of the slow partition are handed over, want 7", len(held))
+	}
+	for _, d := range held {
+		ack(t, d)
+	}
+	for range 93 {
+		ack(t, c.next())
+	}
+	c.stop()
+}
