@@ -238,6 +238,34 @@ func TestAttemptsOutliveALostDelivery(t *testing.T) {
 	}
 }
 
+// A message that is lost and delivered again while its handler runs does not hold
+// up its own redelivery when the handler fails after all.
+func TestRedeliveredWhileItRuns(t *testing.T) {
+	pool := newPool(t, pgtest.First(t))
+	sub := newHandSubscriber()
+	begun, fail := make(chan struct{}), make(chan struct{})
+	var attempts atomic.Int32
+	start(t, pool, sub, func(context.Context, pgx.Tx, postroom.Message) error {
+		if attempts.Add(1) > 1 {
+			return nil
+		}
+		close(begun)
+		<-fail
+		return postroom.RetryAfter(errors.New("first"), time.Hour)
+	}, inbox.Config{})
+	first := sub.deliver(keyed("m1", "k"))
+	receive(t, "the handler begins", begun)
+	close(first.lost)
+	second := sub.deliver(keyed("m1", "k"))
+	third := sub.deliver(keyed("m2", "k")) // when this is taken, the second is
+	close(fail)
+	for what, d := range map[string]*handDelivery{"the second is settled": second, "the third is settled": third} {
+		if got := receive(t, what, d.settled); got != "ack" {
+			t.Errorf("%s: %s, want ack", what, got)
+		}
+	}
+}
+
 // handSubscriber delivers what the test gives it.
 type handSubscriber struct{ in chan *handDelivery }
 

@@ -150,9 +150,14 @@ func (s *schedule) done(t *task) {
 	s.ready = append(s.ready, l)
 }
 
-// again lets t, which was running, wait for due at the head of its lane.
+// again lets t, which was running, wait for due at the head of its lane. Where t is
+// lost, what came behind it meanwhile need not wait.
 func (s *schedule) again(t *task, due time.Time) {
 	t.lane.running = false
+	if len(t.lane.tasks) > 1 && t.lost() {
+		s.ready = append(s.ready, t.lane)
+		return
+	}
 	t.lane.due = due
 	heap.Push(&s.waiting, t.lane)
 }

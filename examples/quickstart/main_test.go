@@ -77,8 +77,9 @@ func testQuickstart(t *testing.T, broker string) {
 			t.Errorf("%s: %q, want some", label, n)
 		}
 	}
-	if n := strings.Count(out.String(), "s  killed "); n != 3 {
-		t.Errorf("%d kills reported, want 3", n)
+	// A quick run is over before the last one.
+	if n := strings.Count(out.String(), "s  killed "); n == 0 || n > 3 {
+		t.Errorf("%d kills reported, want 1 to 3", n)
 	}
 }
 
