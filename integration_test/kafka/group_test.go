@@ -132,7 +132,7 @@ func (l *ledger) work(t *testing.T, ctx context.Context, bus *kafka.Bus, topic s
 // Three members of a group come, go and are killed while messages for 16
 // partitions are published: each effect happens once, those of a key in order, no
 // offset is committed too far or goes back, and no partition stands still for
-// longer than two session timeouts.
+// longer than three session timeouts.
 func TestGroupUnderLoad(t *testing.T) {
 	t.Parallel()
 	const (
@@ -212,8 +212,10 @@ func TestGroupUnderLoad(t *testing.T) {
 	if len(l.problems) > 0 {
 		t.Errorf("%d problems, the first: %v", len(l.problems), l.problems[:min(5, len(l.problems))])
 	}
-	if l.longest > 2*sessionTimeout {
-		t.Errorf("a partition stood still for %v, want at most two session timeouts, %v", l.longest, 2*sessionTimeout)
+	// A kill costs one session timeout, and the division that follows may have to wait
+	// for members that come and go meanwhile.
+	if l.longest > 3*sessionTimeout {
+		t.Errorf("a partition stood still for %v, want at most three session timeouts, %v", l.longest, 3*sessionTimeout)
 	}
 }
 
