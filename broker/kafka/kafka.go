@@ -57,10 +57,9 @@
 //
 // Where the broker does not hold the group's offset, because the log was cut or made
 // anew, its first message is taken: messages may come again, and none is passed
-// over. A partition without an offset begins at its first message too. A topic that
-// is deleted while it is subscribed to is read from the start when it is made anew,
-// if it was away for three heartbeats, which are tenths of Config.SessionTimeout;
-// stop its subscribers before you replace a topic faster.
+// over. A partition without an offset begins at its first message too. A topic must
+// not be deleted while it is subscribed to: stop its subscribers first, and start
+// them when it is made anew.
 //
 // A record that the client cannot decode, one with a wrong checksum say, stops its
 // partition and is told to Trouble until the log no longer holds it.
