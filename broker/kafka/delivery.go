@@ -32,9 +32,10 @@ func (d *delivery) Position() broker.Position {
 }
 
 // Ack implements [broker.Delivery]. The partition's offset is committed soon
-// after, if nothing before the message is unsettled.
-func (d *delivery) Ack(ctx context.Context) error {
-	return d.settle(ctx, func() {
+// after, if nothing before the message is unsettled. It waits for nothing, so that
+// the end of its context does not matter.
+func (d *delivery) Ack(context.Context) error {
+	return d.settle(func() {
 		d.p.settle(d.r)
 		if d.p.position() > d.p.committed {
 			kick(d.f.dirty)
@@ -45,18 +46,15 @@ func (d *delivery) Ack(ctx context.Context) error {
 // Retry implements [broker.Delivery]. The message is fetched again, and what lies
 // behind it in its partition and has not been handed over waits for it. After the
 // subscription's context has ended, it is left to the partition's next owner.
-func (d *delivery) Retry(ctx context.Context, delay time.Duration) error {
+func (d *delivery) Retry(_ context.Context, delay time.Duration) error {
 	due := time.Now().Add(delay)
-	return d.settle(ctx, func() {
+	return d.settle(func() {
 		d.p.giveBack(d.r, due)
 		kick(d.f.room)
 	})
 }
 
-func (d *delivery) settle(ctx context.Context, settle func()) error {
-	if ctx.Err() != nil {
-		return fmt.Errorf("kafka: %w", context.Cause(ctx))
-	}
+func (d *delivery) settle(settle func()) error {
 	f := d.f
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -155,11 +153,48 @@ func (f *feed) kept() (n int) {
 // leastPlaces is from how many places for each partition on some are kept.
 const leastPlaces = 4
 
+// renew takes note that the coordinator answered a request that was sent at a
+// time: partitions are this member's for one session from then on. It returns
+// false where they were given up before that, or should have been.
+func (f *feed) renew(sent time.Time) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	held := time.Now().Before(f.until)
+	if !held {
+		f.have(nil)
+	}
+	f.until = sent.Add(f.b.cfg.SessionTimeout)
+	f.lapse.Reset(time.Until(f.until))
+	return held
+}
+
+// lapsed gives the partitions up when the coordinator may have given them to others,
+// whatever the member is waiting for meanwhile.
+func (f *feed) lapsed() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !time.Now().Before(f.until) {
+		f.have(nil)
+	}
+}
+
+// holds reports whether the coordinator counts this member, for all that is known.
+func (f *feed) holds() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return time.Now().Before(f.until)
+}
+
 // assign gives the partitions with the indexes to this member, keeps what it has
 // of them, and takes all others away.
 func (f *feed) assign(indexes []int32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.have(indexes)
+}
+
+// have is assign with f.mu held.
+func (f *feed) have(indexes []int32) {
 	had := make(map[int32]*partition, len(f.parts))
 	for _, p := range f.parts {
 		had[p.index] = p
@@ -176,8 +211,12 @@ func (f *feed) assign(indexes []int32) {
 	for _, p := range had {
 		f.lose(p)
 	}
+	if len(f.parts) == 0 {
+		f.trouble.clearWhere(func(place int32) bool { return place <= troubleCommit }) // nothing is asked for
+	}
 	f.check()
 	kick(f.room)
+	kick(f.hand)
 }
 
 // lose makes the deliveries of a partition void. f.mu is held.
@@ -187,7 +226,6 @@ func (f *feed) lose(p *partition) {
 	f.out -= p.out
 	p.queue, p.window = nil, nil
 	f.trouble.clear(p.index)
-	kick(f.hand)
 }
 
 // restart gives up what is held of a partition whose log does not hold the offset
@@ -195,10 +233,14 @@ func (f *feed) lose(p *partition) {
 func (f *feed) restart(p *partition) {
 	for i := range f.parts {
 		if f.parts[i] == p {
-			f.parts[i] = newPartition(p.index)
-			f.parts[i].first = true
+			again := newPartition(p.index)
+			again.first, again.pause = true, p.pause
+			again.failed(time.Now())
+			f.parts[i] = again
 			f.lose(p)
 			f.check()
+			kick(f.hand)
+			kick(f.room)
 			return
 		}
 	}

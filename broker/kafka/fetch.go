@@ -31,6 +31,7 @@ const (
 // for offsets.
 type poll struct {
 	leader int32
+	wait   time.Duration // for the first byte
 	places []place
 }
 
@@ -49,7 +50,7 @@ func (f *feed) fetch(ctx context.Context) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
-		var layout metadata.ResponseTopic
+		var layout *metadata.ResponseTopic
 		if f.wants() {
 			layout = f.layout(ctx)
 		}
@@ -79,14 +80,16 @@ func (f *feed) fetch(ctx context.Context) {
 
 // layout returns the topic's partitions and their leaders. Where they are not
 // known, there are none.
-func (f *feed) layout(ctx context.Context) metadata.ResponseTopic {
+func (f *feed) layout(ctx context.Context) *metadata.ResponseTopic {
 	t, err := f.topic(ctx)
-	if err != nil {
-		f.trouble.set(troubleLayout, err)
-	} else {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if err == nil {
 		f.trouble.clear(troubleLayout)
+	} else if len(f.parts) > 0 {
+		f.trouble.set(troubleLayout, err)
 	}
-	return t
+	return &t
 }
 
 // wants reports whether a partition should be fetched now.
@@ -107,8 +110,9 @@ func (f *feed) hungry(p *partition) bool {
 	return !p.fetching && (len(p.queue) == 0 || p.bytes < f.share()/2)
 }
 
-// plan makes the requests that are due, and returns when there may be another.
-func (f *feed) plan(layout metadata.ResponseTopic, now time.Time) (polls []*poll, soon time.Time) {
+// plan makes the requests that are due, and returns when there may be another. The
+// layout is nil where it was not asked for.
+func (f *feed) plan(layout *metadata.ResponseTopic, now time.Time) (polls []*poll, soon time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.draining || len(f.parts) == 0 {
@@ -133,7 +137,10 @@ func (f *feed) plan(layout metadata.ResponseTopic, now time.Time) (polls []*poll
 			if f.polls[leader] >= maxPolls {
 				return
 			}
-			q = &poll{leader: leader}
+			q = &poll{leader: leader, wait: pollWait}
+			if p.alone {
+				q.wait = 0 // others queue for the request's place
+			}
 			f.polls[leader]++
 			polls = append(polls, q)
 			if !p.alone {
@@ -142,6 +149,9 @@ func (f *feed) plan(layout metadata.ResponseTopic, now time.Time) (polls []*poll
 		}
 		p.fetching = true
 		q.places = append(q.places, place{p, p.fetchAt, f.share() - p.bytes, p.visit})
+	}
+	if layout != nil && len(layout.Partitions) > 0 {
+		f.forget(layout)
 	}
 	// A broker gives a record that exceeds all limits only to the first.
 	f.first++
@@ -153,14 +163,26 @@ func (f *feed) plan(layout metadata.ResponseTopic, now time.Time) (polls []*poll
 			later(p.notUntil)
 		case p.fetchAt == unknown:
 			add(coordinator, p)
-		case leader(layout, int(p.index)) < 0:
+		case layout == nil: // it wants something since a moment ago
+			kick(f.room)
+		case leader(*layout, int(p.index)) < 0:
 			f.trouble.set(p.index, fmt.Errorf("%s/%d: %w", f.s.Topic, p.index, kafkago.LeaderNotAvailable))
 			later(now.Add(layoutWait))
 		default:
-			add(leader(layout, int(p.index)), p)
+			add(leader(*layout, int(p.index)), p)
 		}
 	}
 	return polls, soon
+}
+
+// forget clears the trouble with brokers that lead none of the partitions any more.
+// f.mu is held.
+func (f *feed) forget(layout *metadata.ResponseTopic) {
+	f.trouble.clearWhere(func(place int32) bool {
+		return place <= firstBroker && !slices.ContainsFunc(f.parts, func(p *partition) bool {
+			return brokerPlace(int32(leader(*layout, int(p.index)))) == place
+		})
+	})
 }
 
 // coordinator stands in the place of a leader for requests that ask where to begin.
@@ -175,7 +197,7 @@ func (f *feed) do(ctx context.Context, q *poll) {
 	}
 	res, err := f.request(ctx, q)
 	if err != nil {
-		f.trouble.set(brokerPlace(q.leader), fmt.Errorf("fetch from broker %d: %w", q.leader, err))
+		f.brokerFailed(q, err)
 		f.b.link.reset()
 		f.refresh(ctx)
 	} else {
@@ -212,11 +234,20 @@ func (f *feed) do(ctx context.Context, q *poll) {
 	}
 }
 
+// brokerFailed tells that a poll failed, unless nobody waits for its partitions.
+func (f *feed) brokerFailed(q *poll, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if slices.ContainsFunc(q.places, func(at place) bool { return at.stands() }) {
+		f.trouble.set(brokerPlace(q.leader), fmt.Errorf("fetch from broker %d: %w", q.leader, err))
+	}
+}
+
 const noEpoch = -1
 
 func (f *feed) request(ctx context.Context, q *poll) (*fetch.Response, error) {
 	req := &fetch.Request{
-		ReplicaID: -1, MinBytes: 1, MaxWaitTime: int32(pollWait.Milliseconds()),
+		ReplicaID: -1, MinBytes: 1, MaxWaitTime: int32(q.wait.Milliseconds()),
 		SessionEpoch: -1, // no session: what a broker remembers, it forgets when it restarts
 		Topics:       []fetch.RequestTopic{{Topic: f.s.Topic}},
 	}
@@ -295,7 +326,6 @@ func (f *feed) came(at place, a *fetch.ResponsePartition) {
 	p.take(records, next)
 	f.trouble.clear(p.index)
 	if len(records) > 0 {
-		f.trouble.clear(troubleGroup) // messages come; the next heartbeat tells whether it lasts
 		kick(f.hand)
 	} else if p.position() > p.committed {
 		kick(f.dirty) // past records that are not for readers

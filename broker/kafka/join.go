@@ -28,10 +28,25 @@ func (m *member) join(ctx context.Context) error {
 		return fmt.Errorf("join the group: %w", err)
 	}
 	m.id, m.generation, m.leads = group.MemberID, group.GenerationID, nil
+	mine, err := m.partitions(ctx, group)
+	if err != nil {
+		m.f.assign(nil) // others may have had them in this generation
+		return err
+	}
+	m.f.assign(mine)
+	m.f.trouble.clear(troubleGroup)
+	m.f.trouble.clear(troubleCommit)
+	kick(m.f.dirty) // what the former generation did not take
+	return nil
+}
+
+// partitions returns what this member is given in a generation, after having
+// divided all where it is the group's leader.
+func (m *member) partitions(ctx context.Context, group *kafkago.JoinGroupResponse) (mine []int32, err error) {
 	var division []kafkago.SyncGroupRequestAssignment
 	if group.LeaderID == m.id {
 		if division, err = m.divide(ctx, group.Members); err != nil {
-			return err
+			return nil, err
 		}
 	}
 	begun := time.Now()
@@ -44,23 +59,18 @@ func (m *member) join(ctx context.Context) error {
 	switch {
 	case err != nil:
 		m.f.b.link.reset()
-		return fmt.Errorf("ask the group for partitions: %w", cause(sctx, err))
-	case errors.Is(res.Error, kafkago.RebalanceInProgress):
-		return errRejoin
-	case m.disowned(res.Error):
-		return errRejoin
+		return nil, fmt.Errorf("ask the group for partitions: %w", cause(sctx, err))
+	case errors.Is(res.Error, kafkago.RebalanceInProgress), m.disowned(res.Error):
+		return nil, errRejoin
 	case res.Error != nil:
-		return fmt.Errorf("ask the group for partitions: %w", res.Error)
+		return nil, fmt.Errorf("ask the group for partitions: %w", res.Error)
 	}
-	m.contact, m.missing = begun, 0
-	var mine []int32
+	m.f.renew(begun)
 	for _, p := range res.Assignment.AssignedPartitions[m.f.s.Topic] {
 		mine = append(mine, int32(p))
 	}
 	slices.Sort(mine)
-	m.f.assign(mine)
-	m.f.trouble.clear(troubleGroup)
-	return nil
+	return mine, nil
 }
 
 // patience is how long an answer may take for which the coordinator waits for
@@ -78,7 +88,7 @@ func (m *member) ask(ctx context.Context) (*kafkago.JoinGroupResponse, error) {
 		case errors.Is(res.Error, kafkago.MemberIDRequired) && m.id == "":
 			m.id = res.MemberID
 		case res.Error == nil:
-			m.contact = begun
+			m.f.renew(begun)
 			return res, nil
 		case m.id != "" && m.disowned(res.Error):
 			// Once more, as a new member.
@@ -108,6 +118,7 @@ func (m *member) joinAs(ctx context.Context) (*kafkago.JoinGroupResponse, error)
 		}},
 	})
 	if err != nil {
+		m.f.assign(nil) // it may have joined, and missed what was given to whom
 		m.f.b.link.reset()
 		return nil, cause(ctx, err)
 	}
@@ -116,6 +127,8 @@ func (m *member) joinAs(ctx context.Context) (*kafkago.JoinGroupResponse, error)
 
 // divide gives the partitions of all topics to the members, as the group's leader.
 func (m *member) divide(ctx context.Context, members []kafkago.JoinGroupResponseMember) ([]kafkago.SyncGroupRequestAssignment, error) {
+	ctx, cancel := context.WithTimeout(ctx, m.f.b.cfg.SessionTimeout/2) // all wait meanwhile
+	defer cancel()
 	m.f.refresh(ctx) // to see partitions that are new
 	layout, err := m.f.metadata(ctx, nil)
 	if err != nil {

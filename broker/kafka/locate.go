@@ -60,7 +60,6 @@ func (f *feed) begin(at place, offset, committed int64) {
 	}
 	p := at.p
 	p.fetchAt, p.committed, p.fetching, p.alone = offset, committed, false, false
-	p.pause.Reset()
 	if offset > committed {
 		kick(f.dirty)
 	}

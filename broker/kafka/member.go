@@ -8,7 +8,6 @@ import (
 
 	kafkago "github.com/segmentio/kafka-go"
 	"github.com/segmentio/kafka-go/protocol"
-	"github.com/segmentio/kafka-go/protocol/heartbeat"
 	"github.com/segmentio/kafka-go/protocol/leavegroup"
 	"github.com/segmentio/kafka-go/protocol/metadata"
 	"github.com/segmentio/kafka-go/protocol/offsetcommit"
@@ -39,9 +38,8 @@ type member struct {
 	client     kafkago.Client
 	id         string // "" before the coordinator has given one
 	generation int
-	contact    time.Time // when the last request was sent that the coordinator answered
-	leads      map[string]int
-	missing    int
+	leads      map[string]int // partitions of the topics, as this member divided them as the group's leader
+	missing    int            // at how many looks in a row there was no topic
 }
 
 func newMember(f *feed) *member {
@@ -78,7 +76,6 @@ func (m *member) run(ctx context.Context) error {
 		case errors.Is(err, errRejoin):
 			continue
 		}
-		m.expire()
 		m.f.trouble.set(troubleGroup, err)
 		m.f.wait(ctx, pause.NextBackOff())
 	}
@@ -97,14 +94,6 @@ func permanent(err error) bool {
 	return false
 }
 
-// expire gives up the partitions when the coordinator may have given them to
-// others.
-func (m *member) expire() {
-	if time.Since(m.contact) > m.f.b.cfg.SessionTimeout {
-		m.f.assign(nil)
-	}
-}
-
 // hold keeps a generation until it ends, which is always an error or the feed's
 // end.
 func (m *member) hold(ctx context.Context) error {
@@ -113,6 +102,7 @@ func (m *member) hold(ctx context.Context) error {
 	var commit <-chan time.Time
 	for {
 		var err error
+		place := int32(troubleGroup)
 		select {
 		case <-ctx.Done():
 			return context.Cause(ctx)
@@ -122,14 +112,14 @@ func (m *member) hold(ctx context.Context) error {
 			}
 			continue
 		case <-commit:
-			commit = nil
+			commit, place = nil, troubleCommit
 			err = m.commit(ctx)
 		case <-beat.C:
 			err = m.beat(ctx)
 		}
 		switch {
 		case err == nil:
-			m.f.trouble.clear(troubleGroup)
+			m.f.trouble.clear(place)
 		case errors.Is(err, errRejoin):
 			_ = m.commit(ctx) // what is settled need not be repeated by others
 			return err
@@ -137,11 +127,12 @@ func (m *member) hold(ctx context.Context) error {
 			return errRejoin
 		case permanent(err):
 			return err
+		case !m.f.holds():
+			return err
 		default:
-			kick(m.f.dirty) // a commit may have failed
-			m.f.trouble.set(troubleGroup, err)
-			if m.expire(); time.Since(m.contact) > m.f.b.cfg.SessionTimeout {
-				return err
+			m.f.trouble.set(place, err)
+			if place == troubleCommit {
+				kick(m.f.dirty)
 			}
 		}
 	}
@@ -160,27 +151,23 @@ func (m *member) disowned(err error) bool {
 	return true
 }
 
-// A groupHeartbeat is a heartbeat that the transport sends to the coordinator.
-type groupHeartbeat heartbeat.Request
-
-func (r *groupHeartbeat) ApiKey() protocol.ApiKey { return protocol.Heartbeat }
-func (r *groupHeartbeat) Group() string           { return r.GroupID }
-
-var _ protocol.GroupMessage = (*groupHeartbeat)(nil)
-
 // beat says that the member lives, and looks whether the topics are as they were.
 func (m *member) beat(ctx context.Context) error {
 	begun := time.Now()
-	res, err := m.send(ctx, &groupHeartbeat{GroupID: m.f.s.Group, GenerationID: int32(m.generation), MemberID: m.id})
+	res, err := m.send(ctx, &heartbeat{
+		group: m.f.s.Group, member: m.id, generation: int32(m.generation), client: m.f.b.cfg.ClientID,
+	})
 	if err != nil {
 		return fmt.Errorf("heartbeat: %w", err)
 	}
-	if code := kafkago.Error(res.(*heartbeat.Response).ErrorCode); code == kafkago.RebalanceInProgress {
+	if code := kafkago.Error(res.(heartbeatAnswer)); code == kafkago.RebalanceInProgress {
 		return errRejoin
 	} else if code != 0 {
 		return fmt.Errorf("heartbeat: %w", code)
 	}
-	m.contact = begun
+	if !m.f.renew(begun) {
+		return errRejoin
+	}
 	return m.watch(ctx)
 }
 
@@ -200,6 +187,8 @@ func (m *member) send(ctx context.Context, req protocol.Message) (protocol.Messa
 // watch ends the generation when a partition was added to a topic, or this
 // member's topic is gone. Of several members, the leader looks for partitions.
 func (m *member) watch(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, m.f.b.cfg.SessionTimeout/4) // heartbeats wait meanwhile
+	defer cancel()
 	layout, err := m.f.metadata(ctx, nil)
 	if err != nil {
 		return err
@@ -207,15 +196,18 @@ func (m *member) watch(ctx context.Context) error {
 	counts := partitionCounts(layout)
 	if counts[m.f.s.Topic] == 0 {
 		m.f.refresh(ctx)
-		if m.missing++; m.missing < topicMissing {
+		if m.missing++; m.missing != topicMissing {
 			return nil
 		}
 		// The coordinator forgets the offsets of a deleted topic; one of the same
-		// name is another one.
+		// name is another one. The group's leader takes note that there is none, and
+		// divides anew when there is one.
 		m.f.assign(nil)
-		return fmt.Errorf("topic %q was deleted: %w", m.f.s.Topic, kafkago.UnknownTopicOrPartition)
+		m.f.trouble.set(troubleTopic, fmt.Errorf("topic %q was deleted: %w", m.f.s.Topic, kafkago.UnknownTopicOrPartition))
+		return errRejoin
 	}
 	m.missing = 0
+	m.f.trouble.clear(troubleTopic)
 	for topic, n := range m.leads {
 		if counts[topic] != n && counts[topic] > 0 {
 			return errRejoin

@@ -69,7 +69,9 @@ type feed struct {
 	turn     int          // whose turn it is to be handed over
 	first    int          // who comes first in the next fetch
 	polls    map[int32]int
-	out      int // unsettled deliveries of parts
+	out      int         // unsettled deliveries of parts
+	until    time.Time   // when parts are given up, unless the coordinator answers
+	lapse    *time.Timer // calls lapsed then
 	draining bool
 	isOver   bool
 }
@@ -94,6 +96,8 @@ func (f *feed) run(ctx context.Context, deliver func(broker.Delivery)) error {
 	work, end := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer end(nil)
 	defer context.AfterFunc(ctx, f.drain)()
+	f.lapse = time.AfterFunc(f.b.cfg.SessionTimeout, f.lapsed)
+	defer f.lapse.Stop()
 	stopped := make(chan struct{})
 	defer close(stopped)
 	go func() {

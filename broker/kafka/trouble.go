@@ -1,14 +1,22 @@
 package kafka
 
-import "sync"
+import (
+	"maps"
+	"sync"
+)
 
 // Places of trouble. That of a partition is its index.
 const (
 	troubleGroup  = -1
-	troubleLayout = -2
+	troubleTopic  = -2
+	troubleCommit = -3
+	troubleLayout = -4
 )
 
-func brokerPlace(id int32) int32 { return troubleLayout - 1 - id }
+// firstBroker is the place of broker 0; those of others are below.
+const firstBroker = -5
+
+func brokerPlace(id int32) int32 { return firstBroker - id }
 
 // troubles tells a subscription's Trouble why messages have stopped coming. Each
 // place has its own reason; it is over when none is left.
@@ -31,12 +39,18 @@ func (t *troubles) set(place int32, err error) {
 }
 
 func (t *troubles) clear(place int32) {
+	t.clearWhere(func(p int32) bool { return p == place })
+}
+
+// clearWhere clears the places of which over says so.
+func (t *troubles) clearWhere(over func(place int32) bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if _, ok := t.errs[place]; !ok {
+	before := len(t.errs)
+	maps.DeleteFunc(t.errs, func(place int32, _ error) bool { return over(place) })
+	if len(t.errs) == before {
 		return
 	}
-	delete(t.errs, place)
 	for _, err := range t.errs {
 		t.say(err) // another one that is left
 		return

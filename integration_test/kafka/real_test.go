@@ -27,6 +27,8 @@ var needReal = map[string]string{
 	"TestB62B96ReadsWhatIsThere":            "records as the broker keeps them",
 	"TestB95OnlyCommittedIsRead":            "transactions",
 	"TestGroupUnderLoad":                    "a group as the broker keeps it",
+	"TestTakeover":                          "the same",
+	"TestTopicMadeAnew":                     "the same, and topics that go",
 	"TestInteroperability":                  "Java's client",
 	"TestSecureListeners":                   "TLS and SASL as the broker speaks them",
 	"TestStalledHandshake":                  "the same",
