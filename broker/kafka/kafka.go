@@ -57,9 +57,10 @@
 //
 // Where the broker does not hold the group's offset, because the log was cut or made
 // anew, its first message is taken: messages may come again, and none is passed
-// over. A partition without an offset begins at its first message too. A topic must
-// not be deleted while it is subscribed to: stop its subscribers first, and start
-// them when it is made anew.
+// over. A partition without an offset begins at its first message too. A topic that
+// was deleted is read from its start when it is made anew, provided that it was away
+// for three heartbeats at least: one that takes its place at once cannot be told
+// from it, so stop the subscribers first.
 //
 // A record that the client cannot decode, one with a wrong checksum say, stops its
 // partition and is told to Trouble until the log no longer holds it.
