@@ -3,7 +3,6 @@ package bench
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"testing"
 	"time"
 
@@ -11,14 +10,13 @@ import (
 	kafkago "github.com/segmentio/kafka-go"
 
 	"github.com/postroom/postroom/broker/kafka"
-	"github.com/postroom/postroom/dispatcher"
 	"github.com/postroom/postroom/internal/throwaway"
 )
 
 // BenchmarkOutboxToKafka publishes the same backlog as BenchmarkOutboxToJetStream
 // to Apache Kafka. The hand-written loop reads with an unsafe cursor, gives a page
 // of 1,000 to kafka-go's Writer (1 ms batch timeout), and deletes it when it is
-// acknowledged. Compare within a round.
+// acknowledged.
 func BenchmarkOutboxToKafka(b *testing.B) {
 	k, err := throwaway.StartKafka(b.Context(), throwaway.KafkaConfig{RequireReal: true})
 	if err != nil {
@@ -27,63 +25,47 @@ func BenchmarkOutboxToKafka(b *testing.B) {
 	defer k.Close()
 	client := &kafkago.Client{Addr: kafkago.TCP(k.Brokers...)}
 	for _, partitions := range []int{4, 16} {
-		for round := range 5 {
-			b.Run(fmt.Sprintf("partitions=%d/postroom/%d", partitions, round), func(b *testing.B) {
-				pool := filled(b)
-				newTopic(b, k, partitions)
-				bus, err := kafka.Open(b.Context(), k.Brokers, kafka.Config{})
-				if err != nil {
-					b.Fatal(err)
-				}
-				defer bus.Close()
-				d, err := dispatcher.New(pool, bus, dispatcher.Config{Logger: slog.New(slog.DiscardHandler)})
-				if err != nil {
-					b.Fatal(err)
-				}
-				ctx, cancel := context.WithCancel(b.Context())
-				done := make(chan error, 1)
-				b.ResetTimer()
-				began := time.Now()
-				go func() { done <- d.Run(ctx) }()
-				waitForRecords(b, client, partitions)
-				b.ReportMetric(backlog/time.Since(began).Seconds(), "msg/s")
-				b.StopTimer()
-				cancel()
-				if err := <-done; err != nil {
-					b.Fatal(err)
-				}
-			})
-			b.Run(fmt.Sprintf("partitions=%d/hand-written/%d", partitions, round), func(b *testing.B) {
-				pool := filled(b)
-				newTopic(b, k, partitions)
-				for _, sql := range []string{
-					`CREATE TABLE hand AS
-					 SELECT id, message_id, key, payload, header_names, header_values FROM postroom.outbox_messages`,
-					`ALTER TABLE hand ADD PRIMARY KEY (id)`, `VACUUM ANALYZE hand`,
-				} {
-					if _, err := pool.Exec(b.Context(), sql); err != nil {
-						b.Fatal(err)
-					}
-				}
-				transport := &kafkago.Transport{}
-				defer transport.CloseIdleConnections()
-				w := &kafkago.Writer{
-					Addr: kafkago.TCP(k.Brokers...), Topic: "orders", Transport: transport, Balancer: kafkago.Murmur2Balancer{},
-					BatchTimeout: time.Millisecond, BatchSize: 1000, RequiredAcks: kafkago.RequireAll,
-				}
-				b.ResetTimer()
-				began := time.Now()
-				if err := byWriter(b.Context(), pool, w); err != nil {
-					b.Fatal(err)
-				}
-				b.ReportMetric(backlog/time.Since(began).Seconds(), "msg/s")
-				b.StopTimer()
-				if err := w.Close(); err != nil {
-					b.Fatal(err)
-				}
-			})
-		}
+		b.Run(fmt.Sprintf("partitions=%d", partitions), func(b *testing.B) {
+			rounds(b,
+				contender{"postroom", func(b *testing.B) time.Duration { return byBus(b, k, client, partitions) }},
+				contender{"hand-written", func(b *testing.B) time.Duration { return byWriter(b, k, partitions) }},
+			)
+		})
 	}
+}
+
+func byBus(b *testing.B, k *throwaway.Kafka, client *kafkago.Client, partitions int) time.Duration {
+	b.Helper()
+	pool := filled(b)
+	newTopic(b, k, partitions)
+	bus, err := kafka.Open(b.Context(), k.Brokers, kafka.Config{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer bus.Close()
+	return drain(b, pool, bus, func() { waitForRecords(b, client, partitions) })
+}
+
+func byWriter(b *testing.B, k *throwaway.Kafka, partitions int) time.Duration {
+	b.Helper()
+	pool := filled(b)
+	newTopic(b, k, partitions)
+	handTable(b, pool)
+	transport := &kafkago.Transport{}
+	defer transport.CloseIdleConnections()
+	w := &kafkago.Writer{
+		Addr: kafkago.TCP(k.Brokers...), Topic: "orders", Transport: transport, Balancer: kafkago.Murmur2Balancer{},
+		BatchTimeout: time.Millisecond, BatchSize: 1000, RequiredAcks: kafkago.RequireAll,
+	}
+	began := time.Now()
+	if err := loopOverWriter(b.Context(), pool, w); err != nil {
+		b.Fatal(err)
+	}
+	took := time.Since(began)
+	if err := w.Close(); err != nil {
+		b.Fatal(err)
+	}
+	return took
 }
 
 func newTopic(b *testing.B, k *throwaway.Kafka, partitions int) {
@@ -119,7 +101,7 @@ func waitForRecords(b *testing.B, client *kafkago.Client, partitions int) {
 	}
 }
 
-func byWriter(ctx context.Context, pool *pgxpool.Pool, w *kafkago.Writer) error {
+func loopOverWriter(ctx context.Context, pool *pgxpool.Pool, w *kafkago.Writer) error {
 	var last int64
 	for {
 		rows, err := pool.Query(ctx, `
