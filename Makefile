@@ -24,7 +24,8 @@ fmt: ## format
 	for m in $(MODULES); do (cd $$m && $(LINT) fmt ./...) || exit 1; done
 
 bench: ## benchmarks, each beside a hand-written loop of the same run
-	go test -run '^$$' -bench . -benchtime=1x ./dispatcher ./integration_test/bench
+	go test -run '^$$' -bench . -benchtime=1x ./dispatcher
+	go test -run '^$$' -bench . -benchtime=1x -timeout 30m ./integration_test/bench
 	go test -run '^$$' -bench . ./outbox ./inbox
 	go test -run '^$$' -bench . -benchtime=100x ./integration_test/kafka
 

@@ -23,7 +23,10 @@ func BenchmarkOutboxToKafka(b *testing.B) {
 		b.Fatal(err)
 	}
 	defer k.Close()
-	client := &kafkago.Client{Addr: kafkago.TCP(k.Brokers...)}
+	// It must see topics that are made anew; by default it looks every six seconds.
+	watching := &kafkago.Transport{MetadataTTL: 100 * time.Millisecond}
+	defer watching.CloseIdleConnections()
+	client := &kafkago.Client{Addr: kafkago.TCP(k.Brokers...), Transport: watching}
 	for _, partitions := range []int{4, 16} {
 		b.Run(fmt.Sprintf("partitions=%d", partitions), func(b *testing.B) {
 			rounds(b,

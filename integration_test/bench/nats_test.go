@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"os"
 	"testing"
 	"time"
 
@@ -72,7 +71,7 @@ func BenchmarkOutboxToJetStream(b *testing.B) {
 // drain runs a dispatcher until arrived returns, and returns how long that took.
 func drain(b *testing.B, pool *pgxpool.Pool, bus broker.Publisher, arrived func()) time.Duration {
 	b.Helper()
-	d, err := dispatcher.New(pool, bus, dispatcher.Config{Logger: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	d, err := dispatcher.New(pool, bus, dispatcher.Config{Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		b.Fatal(err)
 	}
