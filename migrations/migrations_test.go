@@ -347,6 +347,7 @@ func TestTables(t *testing.T) {
 		"inbox_dead_letters", "inbox_versions", "migrations", "outbox_cursors", "outbox_dispatchers", "outbox_generations",
 		"outbox_lanes", "outbox_messages",
 		"outbox_parked", "outbox_parked_history", "outbox_scheduled", "processed_messages",
+		"webhook_conflicts", "webhook_receipts",
 	}
 	pgtest.Each(t, func(t *testing.T, db *pgtest.Server) {
 		rows, err := db.New(t).Query(t.Context(), `SELECT tablename FROM pg_tables WHERE schemaname = 'postroom' ORDER BY tablename COLLATE "C"`)
