@@ -47,3 +47,31 @@ CREATE TABLE "postroom".idempotency_answers (
     CHECK (cardinality(header_names) = cardinality(header_values))
 );
 CREATE INDEX idempotency_answers_expiry ON "postroom".idempotency_answers (expires_at);
+
+-- Says what an operator has found out about a key in state unknown: that its
+-- request had its effect (done), so that repeats get the status with an empty body
+-- for a day at least, or that it had none, so that the next may run. It returns
+-- whether there is such a key.
+CREATE FUNCTION "postroom".resolve_idempotency_key(
+    tenant text, operation text, key text, done boolean, status integer DEFAULT 200) RETURNS boolean
+LANGUAGE sql BEGIN ATOMIC
+    WITH resolved AS (
+        UPDATE "postroom".idempotency_keys k
+           SET state = CASE WHEN resolve_idempotency_key.done THEN 'completed' ELSE 'released' END,
+               completed_at = CASE WHEN resolve_idempotency_key.done THEN clock_timestamp() END,
+               locked_until = clock_timestamp(),
+               expires_at = greatest(k.expires_at, clock_timestamp() + interval '1 day'),
+               tombstone_until = greatest(k.tombstone_until, clock_timestamp() + interval '2 days')
+         WHERE k.tenant = resolve_idempotency_key.tenant AND k.operation = resolve_idempotency_key.operation
+           AND k.key = resolve_idempotency_key.key AND k.state = 'unknown'
+     RETURNING k.tenant, k.operation, k.key, k.expires_at
+    ), kept AS (
+        INSERT INTO "postroom".idempotency_answers AS a (tenant, operation, key, expires_at, status, body)
+        SELECT r.tenant, r.operation, r.key, r.expires_at, resolve_idempotency_key.status, ''
+          FROM resolved r WHERE resolve_idempotency_key.done
+            ON CONFLICT (tenant, operation, key) DO UPDATE
+           SET expires_at = excluded.expires_at, status = excluded.status, header_names = '{}',
+               header_values = '{}', body = excluded.body
+    )
+    SELECT EXISTS (SELECT FROM resolved);
+END;
