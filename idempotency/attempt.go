@@ -370,15 +370,22 @@ SELECT count(*) FROM changed`
 
 // release gives the key free. Where it cannot, the lease ends by itself.
 func (a *attempt) release(ctx context.Context) {
-	if _, err := a.leaveAs(ctx, stateReleased); err != nil {
+	if _, err := a.leaveAs(context.WithoutCancel(ctx), stateReleased); err != nil {
 		a.s.cfg.Logger.LogAttrs(ctx, slog.LevelWarn, "release an idempotency key: it is free when its lease ends",
 			slog.String("operation", a.id.operation), slog.Any("error", err))
 	}
 }
 
-// markUnknown keeps the key from all attempts.
+// markUnknown keeps the key from all attempts. It tries for longer than release,
+// since the end of the lease would let another attempt run.
 func (a *attempt) markUnknown(ctx context.Context, cause error) (end, error) {
-	n, err := a.leaveAs(ctx, stateUnknown)
+	patient, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
+	defer cancel()
+	pause := settlePauses(20*time.Millisecond, time.Second)
+	n, err := a.leaveAs(patient, stateUnknown)
+	for err != nil && pauseFor(patient, pause.NextBackOff()) == nil {
+		n, err = a.leaveAs(patient, stateUnknown)
+	}
 	if err == nil && n == 0 {
 		err = errFence
 	}
@@ -394,8 +401,12 @@ func (a *attempt) leaveAs(ctx context.Context, state string) (changed int, err e
 	if a.id.key == "" {
 		return 1, nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
+	ctx, cancel := context.WithTimeout(ctx, releaseTime)
 	defer cancel()
+	settings := quickly
+	if state == stateUnknown {
+		settings = durably
+	}
 	for try := 1; ; try++ {
 		elsewhere := a.conn == nil || a.conn.Conn().IsClosed()
 		if elsewhere {
@@ -404,7 +415,7 @@ func (a *attempt) leaveAs(ctx context.Context, state string) (changed int, err e
 				return 0, err
 			}
 		}
-		err = own(ctx, a.conn, a.s.cfg.Schema, releaseOwn, func(r pgx.Row) error { return r.Scan(&changed) },
+		err = own(ctx, a.conn, settings, a.s.cfg.Schema, releaseOwn, func(r pgx.Row) error { return r.Scan(&changed) },
 			a.id.tenant, a.id.operation, a.id.key, a.fence, state)
 		lost := a.conn.Conn().IsClosed()
 		a.elsewhere = a.elsewhere || elsewhere || lost

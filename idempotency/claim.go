@@ -155,9 +155,13 @@ WITH free AS MATERIALIZED (
 )
 SELECT (SELECT count(*) FROM free), (SELECT count(*) FROM taken)`
 
-// settings are those of the package's own short transactions. A claim that a
-// crash takes back is one that nothing was done under, so it needs no flush.
-const settings = `SELECT set_config('synchronous_commit', 'off', true), set_config('lock_timeout', '1s', true)`
+// quickly and durably are settings of the package's own short transactions. A
+// claim that a crash takes back is one that nothing was done under, so it needs no
+// flush, nor does a release.
+const (
+	quickly = `SELECT set_config('lock_timeout', '1s', true), set_config('synchronous_commit', 'off', true)`
+	durably = `SELECT set_config('lock_timeout', '1s', true)`
+)
 
 // beginOwn makes short transactions independent of the database's defaults: in
 // another isolation level they would fail for what happens beside them.
@@ -165,7 +169,9 @@ const beginOwn = "begin isolation level read committed read write"
 
 // own runs one statement in a short transaction, in one round trip. On an error
 // the connection is idle again, or closed.
-func own(ctx context.Context, conn *pgxpool.Conn, schema, sql string, read func(pgx.Row) error, args ...any) error {
+func own(
+	ctx context.Context, conn *pgxpool.Conn, settings, schema, sql string, read func(pgx.Row) error, args ...any,
+) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), claimTime)
 	defer cancel()
 	var b pgx.Batch
@@ -251,8 +257,8 @@ func (s *store) enter(ctx context.Context, c call) (*attempt, verdict, *row, err
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.QueueTimeout)
 	defer cancel()
 	free := running.try(s.pool)
-	if free == nil {
-		// All connections but one may be with slow handlers.
+	// All connections but one may be with slow handlers.
+	for patience := 100 * time.Millisecond; free == nil; patience = min(2*patience, 2*time.Second) {
 		r, err := s.look(ctx, c.id)
 		if err != nil {
 			return nil, 0, nil, err
@@ -260,7 +266,7 @@ func (s *store) enter(ctx context.Context, c call) (*attempt, verdict, *row, err
 		if v := s.judge(c, r, -1); v != verdictAbsent && v != verdictFree {
 			return nil, v, r, nil
 		}
-		if free, err = running.wait(ctx, s.pool); err != nil {
+		if free, err = running.wait(ctx, s.pool, patience); err != nil {
 			return nil, 0, nil, fmt.Errorf("wait for a connection: %w", err)
 		}
 	}
@@ -277,7 +283,10 @@ func (s *store) enter(ctx context.Context, c call) (*attempt, verdict, *row, err
 func (s *store) enterPlain(ctx context.Context, operation string) (*attempt, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.QueueTimeout)
 	defer cancel()
-	free, err := running.wait(ctx, s.pool)
+	free, err := running.wait(ctx, s.pool, s.cfg.QueueTimeout)
+	if err == nil && free == nil {
+		err = context.DeadlineExceeded
+	}
 	if err != nil {
 		return nil, fmt.Errorf("wait for a connection: %w", err)
 	}
@@ -330,7 +339,7 @@ func (s *store) claim(ctx context.Context, c call, a *attempt) (v verdict, r *ro
 // claimOnce claims an absent key, or takes it over. It returns verdictAbsent where
 // that is to be tried again.
 func (s *store) claimOnce(ctx context.Context, c call, a *attempt) (v verdict, r *row, err error) {
-	err = own(ctx, a.conn, s.cfg.Schema, claim, func(q pgx.Row) (err error) {
+	err = own(ctx, a.conn, quickly, s.cfg.Schema, claim, func(q pgx.Row) (err error) {
 		r, err = scanRow(q)
 		return err
 	}, s.claiming(c, a.fence)...)
@@ -342,7 +351,7 @@ func (s *store) claimOnce(ctx context.Context, c call, a *attempt) (v verdict, r
 		return v, r, nil
 	}
 	var locked, taken int
-	err = own(ctx, a.conn, s.cfg.Schema, takeOver, func(q pgx.Row) error { return q.Scan(&locked, &taken) },
+	err = own(ctx, a.conn, quickly, s.cfg.Schema, takeOver, func(q pgx.Row) error { return q.Scan(&locked, &taken) },
 		s.takingOver(c, a.fence, r.fence)...)
 	switch {
 	case err != nil:

@@ -26,8 +26,9 @@ type Config struct {
 	// rewound. Default: the database's or role's own.
 	IsoLevel pgx.TxIsoLevel
 
-	// Timeout is how long a handler may take: its context ends then. The server
-	// ends a transaction whose client is silent for longer, which frees the key of
+	// Timeout is how long a handler may take: its context ends then. The context of
+	// a function of Do ends with the caller's alone. In both the database's server
+	// ends a transaction that makes no statement for longer, which frees the key of
 	// a process that the network has cut off. Default 30s, at least 10ms.
 	Timeout time.Duration
 

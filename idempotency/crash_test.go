@@ -47,7 +47,7 @@ func TestLostConnections(t *testing.T) {
 				}
 				p.mu.Unlock()
 				switch {
-				case text == atClaim, text == atTakeOver, text == atComplete && how == after:
+				case how != amid && (text == atClaim || text == atTakeOver), text == atComplete && how == after:
 					if first.status != 201 || first.replayed() {
 						t.Errorf("answer %+v", first)
 					}

@@ -148,7 +148,7 @@ func known(v verdict, r *row) ([]byte, bool, error) {
 // While tx is open, others with the key wait for up to a second before they are told that the call
 // runs; another DoTx waits for as long as the lock_timeout of its transaction
 // says. In repeatable read and serializable it fails with a serialization failure
-// then. Of cfg only Schema, Retention, Tombstone, ReuseExpired and MaxResponse count.
+// then. [Unknown] rolls back and is not recorded. Of cfg only Schema, Retention, Tombstone, ReuseExpired and MaxResponse count.
 func DoTx(
 	ctx context.Context, tx pgx.Tx, c Call, fn func(context.Context, pgx.Tx) ([]byte, error), cfg Config,
 ) (result []byte, replayed bool, err error) {

@@ -72,9 +72,15 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	c := contentOf(r, h.operation(r), body)
 	rules := h.s.cfg.rules
+	prints := make(map[version][]byte)
 	h.protected(w, r, body, call{
 		id: k, version: rules.version(c),
-		fingerprint: func(v version) []byte { return rules.fingerprint(v, c) },
+		fingerprint: func(v version) []byte {
+			if prints[v] == nil {
+				prints[v] = rules.fingerprint(v, c)
+			}
+			return prints[v]
+		},
 	})
 }
 
@@ -90,9 +96,7 @@ func (h *handler) read(w http.ResponseWriter, r *http.Request) (*problem, []byte
 	if !storable(k.tenant, maxTenantLen) || !storable(k.operation, maxOperationLen) {
 		cfg.Logger.LogAttrs(r.Context(), slog.LevelError, "a request without a usable tenant or operation",
 			slog.Bool("tenant", storable(k.tenant, maxTenantLen)), slog.Bool("operation", storable(k.operation, maxOperationLen)))
-		p := problemInternal
-		p.Retryable = false
-		return &p, nil, k
+		return &problemMisused, nil, k
 	}
 	if cfg.SharedKeys {
 		k.operation = "*" // the fingerprint tells operations apart
@@ -113,6 +117,11 @@ func (h *handler) read(w http.ResponseWriter, r *http.Request) (*problem, []byte
 	}
 	if err != nil {
 		return &problemBody, nil, k // half a body must not become the key's request
+	}
+	if len(r.PostForm) > 0 || r.MultipartForm != nil || len(body) == 0 && r.ContentLength > 0 {
+		cfg.Logger.LogAttrs(r.Context(), slog.LevelError, "a handler outside of the middleware has read the request's body",
+			slog.String("operation", k.operation))
+		return &problemMisused, nil, k // without it, all requests would look the same
 	}
 	if cfg.Key != nil {
 		r.Body = io.NopCloser(bytes.NewReader(body)) // the function may read it
@@ -199,7 +208,7 @@ func withBody(r *http.Request, ctx context.Context, body []byte) *http.Request {
 	r.Body = io.NopCloser(bytes.NewReader(body))
 	r.ContentLength = int64(len(body))
 	r.TransferEncoding = nil
-	r.Form, r.PostForm, r.MultipartForm = nil, nil, nil // what the key's function has parsed
+	r.Form, r.PostForm, r.MultipartForm = nil, nil, nil // what Config.Key has parsed
 	return r
 }
 

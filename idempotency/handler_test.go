@@ -8,10 +8,12 @@ import (
 	"io"
 	"mime/multipart"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -633,4 +635,68 @@ func TestConflictsAreRunAgain(t *testing.T) {
 		t.Error("there is no Retry-After")
 	}
 	wantStrings(t, "keys", states(t, pool), "k1 completed", "k2 released")
+}
+
+// Case 33: a handler that goes on behind an inner time limit has no effect any
+// more when that has answered for it.
+func TestTimeoutHandlerInside(t *testing.T) {
+	pool := newPool(t)
+	leave, late := make(chan int), make(chan error, 1)
+	var once sync.Once
+	slow := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		first := false
+		once.Do(func() { first = true })
+		if first {
+			note(r.Context(), "early")
+			<-leave
+			_, err := idempotency.Tx(r.Context()).Exec(context.WithoutCancel(r.Context()), insertPayment, "late")
+			late <- err
+		}
+		w.WriteHeader(201)
+	})
+	a := serve(t, pool, idempotency.Config{}, http.TimeoutHandler(slow, 50*time.Millisecond, "slow").ServeHTTP)
+	a.post("k1", "x").want(t, 503, "")
+	eventually(t, "the second run", func() bool { return a.post("k1", "x").status == 201 })
+	close(leave)
+	if err := receive(t, "the late statement", late); !errors.Is(err, pgx.ErrTxClosed) {
+		t.Errorf("late statement: %v", err)
+	}
+	wantStrings(t, "payments", payments(t, pool))
+}
+
+// What has read the body before would make all requests look the same.
+func TestBodyWasReadOutside(t *testing.T) {
+	pool := newPool(t)
+	once, err := idempotency.Middleware(pool, tenantOf, idempotency.Config{Logger: (&logs{}).logger()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	inner := once(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the handler ran") }))
+	for name, read := range map[string]func(*http.Request){
+		"ParseForm": func(r *http.Request) { _ = r.ParseForm() },
+		"ReadAll":   func(r *http.Request) { _, _ = io.ReadAll(r.Body) },
+	} {
+		w := httptest.NewRecorder()
+		r := httptest.NewRequestWithContext(t.Context(), "POST", "/", strings.NewReader("a=1"))
+		r.Pattern = "POST /"
+		r.SetBasicAuth("acme", "")
+		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+		r.Header.Set("Idempotency-Key", "k1")
+		read(r)
+		inner.ServeHTTP(w, r)
+		if w.Code != 500 {
+			t.Errorf("%s: %d", name, w.Code)
+		}
+	}
+	wantStrings(t, "keys", states(t, pool))
+}
+
+func TestSwitchingProtocols(t *testing.T) {
+	a := serve(t, newPool(t), idempotency.Config{}, func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusSwitchingProtocols)
+		if _, err := io.WriteString(w, "x"); err == nil {
+			t.Error("wrote to another protocol")
+		}
+	})
+	a.post("k1", "x").want(t, 500, "")
 }

@@ -22,9 +22,9 @@
 // stored; after the others, a panic, or a loss of the connection nothing remains
 // and a repeat runs the handler again.
 //
-// What authenticates, authorises, limits or validates requests belongs outside
-// the middleware, and so do compression and headers of one exchange, such as
-// request ids and CORS. A browser's preflight needs Idempotency-Key among the
+// What authenticates, authorises or limits requests belongs outside of the
+// middleware, and so do compression, an [http.TimeoutHandler] and headers of one exchange, such as
+// request ids and CORS. Nothing outside may read the body. A browser's preflight needs Idempotency-Key among the
 // allowed headers, and Idempotent-Replayed, Retry-After and Location among the
 // exposed ones.
 //

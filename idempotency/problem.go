@@ -73,6 +73,9 @@ var (
 	problemForbidden = problem{
 		Status: http.StatusForbidden, Detail: "The answer under this key is not for this caller.",
 	}
+	problemMisused = problem{
+		Status: http.StatusInternalServerError, Detail: "The service is not set up for this request.",
+	}
 	problemUnsettled = problem{
 		Status: http.StatusInternalServerError, Detail: "Whether the request was carried out is not known.",
 	}

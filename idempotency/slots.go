@@ -3,6 +3,7 @@ package idempotency
 import (
 	"context"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 )
@@ -56,16 +57,20 @@ func (s *slots) try(pool *pgxpool.Pool) (free func()) {
 	}
 }
 
-// wait is try that waits until ctx ends.
-func (s *slots) wait(ctx context.Context, pool *pgxpool.Pool) (free func(), err error) {
+// wait is try that waits for d. It returns an error where ctx ends before.
+func (s *slots) wait(ctx context.Context, pool *pgxpool.Pool, d time.Duration) (free func(), err error) {
 	p := s.join(pool)
+	timer := time.NewTimer(d)
+	defer timer.Stop()
 	select {
 	case p.taken <- struct{}{}:
 		return s.freeing(pool, p), nil
+	case <-timer.C:
 	case <-ctx.Done():
-		s.leave(pool, p)
-		return nil, ctx.Err()
+		err = ctx.Err()
 	}
+	s.leave(pool, p)
+	return nil, err
 }
 
 func (s *slots) freeing(pool *pgxpool.Pool, p *poolSlots) func() {
