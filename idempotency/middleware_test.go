@@ -1,10 +1,12 @@
 package idempotency_test
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -446,4 +448,45 @@ func TestExample(t *testing.T) {
 	}
 	wantStrings(t, "payments", payments(t, pool), "10 EUR")
 	wantStrings(t, "messages", query(t, pool, `SELECT key FROM postroom.outbox_messages`), "1")
+}
+
+// trips counts the round trips to the database.
+type trips struct{ n atomic.Int32 }
+
+func (c *trips) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	c.n.Add(1)
+	return ctx
+}
+func (c *trips) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+func (c *trips) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	c.n.Add(1)
+	return ctx
+}
+func (c *trips) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQueryData) {}
+func (c *trips) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData)     {}
+
+// A first run costs three round trips besides those of its handler, a repeat one.
+func TestRoundTrips(t *testing.T) {
+	c := &trips{}
+	pool := withPool(t, newPool(t), func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.Tracer = c
+		cfg.MaxConns = 2
+	})
+	status := 201
+	a := serve(t, pool, idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+		note(r.Context(), "x")
+		w.WriteHeader(status)
+	})
+	for _, test := range []struct {
+		key    string
+		status int
+		want   int32
+	}{{"k1", 201, 4}, {"k1", 201, 1}, {"k2", 404, 4}, {"k2", 404, 1}, {"k3", 500, 5}} {
+		c.n.Store(0)
+		status = test.status
+		a.post(test.key, "x").want(t, test.status, "")
+		if got := c.n.Load(); got != test.want {
+			t.Errorf("%s, %d: %d round trips, want %d", test.key, test.status, got, test.want)
+		}
+	}
 }

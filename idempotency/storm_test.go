@@ -2,11 +2,15 @@ package idempotency_test
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
 	"net/http"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom/idempotency"
 )
@@ -179,4 +183,75 @@ func TestWait(t *testing.T) {
 	a.post("k1", "").want(t, 409, "idempotency-in-flight")
 	close(leave)
 	receive(t, "the answer", done).want(t, 200, "")
+}
+
+// All leases and expiries rest on the database's clock, however far that is from
+// the process's.
+func TestClocksDiffer(t *testing.T) {
+	for _, by := range []string{"1 hour", "-1 hour"} {
+		t.Run(by, func(t *testing.T) {
+			base := newPool(t)
+			mustExec(t, base, `CREATE SCHEMA shifted`)
+			for _, clock := range []string{"clock_timestamp", "now"} {
+				mustExec(t, base, fmt.Sprintf(`CREATE FUNCTION shifted.%s() RETURNS timestamptz LANGUAGE sql VOLATILE
+					AS $$ SELECT pg_catalog.%[1]s() + interval '%s' $$`, clock, by))
+			}
+			pool := withPool(t, base, func(c *pgxpool.Config) {
+				c.ConnConfig.RuntimeParams["search_path"] = "shifted, pg_catalog, public"
+			})
+			entered, leave := make(chan int), make(chan int)
+			a := serve(t, pool, idempotency.Config{Retention: 10 * time.Minute}, func(w http.ResponseWriter, _ *http.Request) {
+				entered <- 0
+				w.WriteHeader(<-leave)
+			})
+			for _, status := range []int{500, 201} {
+				done := make(chan reply, 1)
+				go func() {
+					got, err := a.try(t.Context(), ask{key: "k1"})
+					if err != nil {
+						t.Error(err)
+					}
+					done <- got
+				}()
+				receive(t, "the handler", entered)
+				a.post("k1", "").want(t, 409, "idempotency-in-flight")
+				leave <- status
+				receive(t, "the answer", done).want(t, status, "")
+			}
+			if got := a.post("k1", ""); !got.replayed() {
+				t.Errorf("repeat = %+v", got)
+			}
+			answers, keys, err := idempotency.Cleaner{Pool: pool}.Clean(t.Context())
+			if answers+keys != 0 || err != nil {
+				t.Errorf("Clean = %d, %d, %v", answers, keys, err)
+			}
+		})
+	}
+}
+
+// Requests with different keys do not disturb one another in serializable
+// transactions.
+func TestSerializable(t *testing.T) {
+	pool := newPool(t)
+	a := serve(t, pool, idempotency.Config{IsoLevel: pgx.Serializable, QueueTimeout: patience}, pay)
+	const requests = 400
+	var all sync.WaitGroup
+	for worker := range 8 {
+		all.Go(func() {
+			for n := range requests / 8 {
+				key := fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%d %d", worker, n)))
+				for range 2 {
+					if got, err := a.try(t.Context(), ask{key: key}); err != nil || got.status != 201 {
+						t.Errorf("%d %s, %v", got.status, got.body, err)
+					}
+				}
+			}
+		})
+	}
+	all.Wait()
+	again := a.runs.Load() - requests
+	if t.Logf("%d requests, %d runs more", requests, again); again > requests/20 {
+		t.Errorf("%d of %d transactions were run again", again, requests)
+	}
+	wantStrings(t, "payments", query(t, pool, `SELECT count(*)::text FROM payments`), fmt.Sprint(requests))
 }
