@@ -95,11 +95,16 @@ func (a *attempt) run(ctx context.Context, work func(context.Context, pgx.Tx) de
 		d := a.work(ctx, tx, work)
 		e, err = a.finish(ctx, d)
 		if e != endConflict || try == runTries {
-			if e == endConflict || e == endFailed || e == endTrouble || e == endDone && d.act == actRelease {
-				a.release(ctx)
-			}
+			a.releaseAfter(ctx, e, d)
 			return e, err
 		}
+	}
+}
+
+// releaseAfter releases the key after an end without an effect.
+func (a *attempt) releaseAfter(ctx context.Context, e end, d decision) {
+	if e == endConflict || e == endFailed || e == endTrouble || e == endDone && d.act == actRelease {
+		a.release(ctx)
 	}
 }
 
@@ -116,20 +121,26 @@ func (a *attempt) notBegun(ctx context.Context, err error) (end, error) {
 func (a *attempt) work(ctx context.Context, tx pgx.Tx, work func(context.Context, pgx.Tx) decision) decision {
 	returned := false
 	defer func() {
-		if returned {
-			return
+		if !returned {
+			a.drop(ctx)
 		}
+	}()
+	d := work(ctx, tx)
+	returned = true
+	return d
+}
+
+// drop ends the transaction, if there is one, and releases the key.
+func (a *attempt) drop(ctx context.Context) {
+	if a.g != nil {
 		if running, open := a.g.Finish(); running || open {
 			a.abandon(ctx, running)
 		} else {
 			rollback(ctx, a.conn.Conn())
 			a.closeLarge(ctx)
 		}
-		a.release(ctx)
-	}()
-	d := work(ctx, tx)
-	returned = true
-	return d
+	}
+	a.release(ctx)
 }
 
 // lockOwn locks the attempt's row, which tells others that the attempt lives. FOR

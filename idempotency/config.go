@@ -35,7 +35,9 @@ type Config struct {
 	// Lease bounds the gap between the claim of a key and the begin of its
 	// transaction: after it, the key of a process that has died in the gap may be
 	// claimed by another. A handler may take longer, since its transaction tells
-	// that it lives. Default 5s, at least 10ms.
+	// that it lives. With TwoPhase the lease is renewed until the transaction begins,
+	// and is how long the key of a process that has died is kept from others.
+	// Default 5s, with TwoPhase 30s; at least 10ms.
 	Lease time.Duration
 
 	// Retention is how long an answer is kept, counted from the first request with
@@ -67,6 +69,15 @@ type Config struct {
 	Logger *slog.Logger
 
 	// The fields below concern [Middleware] alone.
+
+	// TwoPhase runs handlers without a transaction until they call [Begin], for those
+	// that wait for other services: they hold no connection while they do. What a
+	// handler does before Begin may happen more than once, after an attempt that
+	// failed or died, so it needs a key by which the other side knows it again
+	// ([github.com/postroom/postroom.OperationKey]), or [Unknown] where there is none.
+	// Where the lease is lost the handler's context ends. A conflict is answered
+	// 503 and not run again.
+	TwoPhase bool
 
 	// Methods are the protected ones; requests with others pass untouched.
 	// Default POST and PATCH.
@@ -166,13 +177,17 @@ func (c Config) withDefaults() (Config, error) {
 	default:
 		bad("IsoLevel is %q, want read committed, repeatable read or serializable", c.IsoLevel)
 	}
+	lease := 5 * time.Second
+	if c.TwoPhase {
+		lease = 30 * time.Second
+	}
 	for _, d := range []struct {
 		name            string
 		value           *time.Duration
 		standard, least time.Duration
 	}{
 		{"Timeout", &c.Timeout, 30 * time.Second, 10 * time.Millisecond},
-		{"Lease", &c.Lease, 5 * time.Second, 10 * time.Millisecond},
+		{"Lease", &c.Lease, lease, 10 * time.Millisecond},
 		{"Retention", &c.Retention, 24 * time.Hour, time.Second},
 		{"Tombstone", &c.Tombstone, 30 * 24 * time.Hour, -maxDuration},
 		{"Wait", &c.Wait, 0, 0},

@@ -133,21 +133,13 @@ func TestKilledBackend(t *testing.T) {
 		<-leave
 		w.WriteHeader(201)
 	})
-	done := make(chan reply, 1)
-	run := func() {
-		got, err := a.try(t.Context(), ask{key: "k1", body: "x"})
-		if err != nil {
-			t.Error(err)
-		}
-		done <- got
-	}
-	go run()
+	done := a.start(ask{key: "k1", body: "x"})
 	receive(t, "the handler", entered)
 	mustExec(t, pool, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction' AND datname = current_database()`)
 	leave <- 0
 	receive(t, "the answer", done).want(t, 503, "idempotency-store-unavailable")
 	wantStrings(t, "payments", payments(t, pool))
-	go run()
+	done = a.start(ask{key: "k1", body: "x"})
 	receive(t, "the handler again", entered)
 	leave <- 0
 	receive(t, "the answer", done).want(t, 201, "")
@@ -224,14 +216,7 @@ func TestSilentHolder(t *testing.T) {
 		}
 		w.WriteHeader(201)
 	})
-	done := make(chan reply, 1)
-	go func() {
-		got, err := a.try(t.Context(), ask{key: "k1", path: "/payments?silent"})
-		if err != nil {
-			t.Error(err)
-		}
-		done <- got
-	}()
+	done := a.start(ask{key: "k1", path: "/payments?silent"})
 	eventually(t, "the end of its transaction", func() bool {
 		return len(query(t, pool, `SELECT 'x' FROM pg_stat_activity WHERE state = 'idle in transaction' AND datname = current_database()`)) == 0 &&
 			a.runs.Load() == 1

@@ -20,12 +20,19 @@ import (
 
 // scope is what a protected handler's context holds.
 type scope struct {
-	tx pgx.Tx
-
 	mu           sync.Mutex
+	tx           pgx.Tx
+	begin        func(context.Context) (pgx.Tx, error) // of a two-phase handler that is running
 	resourceType *string
 	resourceID   *string
 	unknown      bool
+}
+
+// end lets no transaction begin any more.
+func (s *scope) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.begin = nil
 }
 
 type scopeKey struct{}
@@ -258,11 +265,21 @@ func (h *handler) replay(w http.ResponseWriter, r *http.Request, found *row) {
 // run runs the handler under the key that a holds.
 func (h *handler) run(w http.ResponseWriter, r *http.Request, body []byte, c call, a *attempt) {
 	var own outcome
-	e, err := a.run(r.Context(), func(ctx context.Context, tx pgx.Tx) decision {
-		var d decision
-		d, own = h.serve(ctx, r, body, c.id, tx)
-		return d
-	})
+	var e end
+	var err error
+	// The work outlives the client, whose going shows as soon as the body has been read.
+	ctx := context.WithoutCancel(r.Context())
+	if h.s.cfg.TwoPhase {
+		e, err = a.runLate(ctx, func(ctx context.Context, begin func(context.Context) (pgx.Tx, error)) (d decision) {
+			d, own = h.serve(ctx, r, body, c.id, nil, begin)
+			return d
+		})
+	} else {
+		e, err = a.run(ctx, func(ctx context.Context, tx pgx.Tx) (d decision) {
+			d, own = h.serve(ctx, r, body, c.id, tx, nil)
+			return d
+		})
+	}
 	if err != nil && e != endLost {
 		h.s.cfg.Logger.LogAttrs(r.Context(), slog.LevelError, "a request was not carried out",
 			slog.String("operation", h.operation(r)), slog.Any("error", err))
@@ -312,22 +329,26 @@ func (o outcome) send(w http.ResponseWriter) {
 	o.response.send(w)
 }
 
-// serve calls the handler with a transaction. Its context outlives the client,
-// whose going shows as soon as the body has been read.
-func (h *handler) serve(ctx context.Context, r *http.Request, body []byte, k id, tx pgx.Tx) (decision, outcome) {
+// serve calls the handler with a transaction, or with what begins one.
+func (h *handler) serve(
+	ctx context.Context, r *http.Request, body []byte, k id, tx pgx.Tx, begin func(context.Context) (pgx.Tx, error),
+) (decision, outcome) {
 	cfg := &h.s.cfg
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cfg.Timeout)
+	ctx, cancel := context.WithTimeout(ctx, cfg.Timeout)
 	defer cancel()
 	ctx, sc := h.s.in(ctx, "http", k, tx)
+	sc.begin = begin
 	rec := newRecorder(cfg.MaxResponse)
 	req := withBody(r, ctx, body)
 	defer func() {
 		rec.close()
+		sc.end()
 		if req.MultipartForm != nil { // net/http removes the files of its own request only
 			_ = req.MultipartForm.RemoveAll()
 		}
 	}()
 	h.next.ServeHTTP(rec, req)
+	sc.end()
 	return h.decide(rec, sc)
 }
 

@@ -338,3 +338,16 @@ func (a *api) wantRuns(n int32) {
 		a.t.Errorf("the handler ran %d times, want %d", got, n)
 	}
 }
+
+// start sends a request in the background.
+func (a *api) start(q ask) <-chan reply {
+	done := make(chan reply, 1)
+	go func() {
+		got, err := a.try(a.t.Context(), q)
+		if err != nil {
+			a.t.Error(err)
+		}
+		done <- got
+	}()
+	return done
+}

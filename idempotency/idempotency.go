@@ -31,7 +31,8 @@
 // Each running handler holds a connection of the pool. One connection is left for
 // repeats, so the pool should have several. A handler that takes further
 // connections of the same pool can wait for itself for ever: give it the
-// transaction or a pool of its own. Behind PgBouncer in transaction mode the pool
+// transaction or a pool of its own. One that waits for other services should hold
+// none meanwhile: see [Config].TwoPhase. Behind PgBouncer in transaction mode the pool
 // needs [pgx.QueryExecModeExec] or another mode without named statements.
 //
 // # Calls
@@ -110,10 +111,12 @@ var (
 // Tx returns the transaction of the request or call whose context ctx is. A handler
 // makes all of its writes in it. Begin makes a savepoint; Commit and Rollback are
 // refused, and make the request fail. It returns nil where there is none: outside of
-// protected handlers, for methods that are not protected, and where
-// [Config].FailOpen lets a request pass.
+// protected handlers, for methods that are not protected, where
+// [Config].FailOpen lets a request pass, and before [Begin].
 func Tx(ctx context.Context) pgx.Tx {
 	if s := scopeOf(ctx); s != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		return s.tx
 	}
 	return nil

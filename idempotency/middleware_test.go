@@ -293,15 +293,8 @@ func TestPayloadChange(t *testing.T) {
 		entered <- 0
 		w.WriteHeader(<-leave)
 	})
-	run := func() chan reply {
-		done := make(chan reply, 1)
-		go func() {
-			got, err := a.try(t.Context(), ask{key: "k1", body: "x"})
-			if err != nil {
-				t.Error(err)
-			}
-			done <- got
-		}()
+	run := func() <-chan reply {
+		done := a.start(ask{key: "k1", body: "x"})
 		receive(t, "the handler", entered)
 		return done
 	}

@@ -205,14 +205,7 @@ func TestClocksDiffer(t *testing.T) {
 				w.WriteHeader(<-leave)
 			})
 			for _, status := range []int{500, 201} {
-				done := make(chan reply, 1)
-				go func() {
-					got, err := a.try(t.Context(), ask{key: "k1"})
-					if err != nil {
-						t.Error(err)
-					}
-					done <- got
-				}()
+				done := a.start(ask{key: "k1"})
 				receive(t, "the handler", entered)
 				a.post("k1", "").want(t, 409, "idempotency-in-flight")
 				leave <- status
