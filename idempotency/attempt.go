@@ -88,7 +88,7 @@ const runTries = 3
 func (a *attempt) run(ctx context.Context, work func(context.Context, pgx.Tx) decision) (e end, err error) {
 	defer a.leave()
 	for try := 1; ; try++ {
-		tx, err := a.begin(ctx)
+		tx, err := a.beginAlive(ctx)
 		if err != nil || tx == nil {
 			return a.notBegun(ctx, err)
 		}
@@ -109,7 +109,9 @@ func (a *attempt) releaseAfter(ctx context.Context, e end, d decision) {
 }
 
 func (a *attempt) notBegun(ctx context.Context, err error) (end, error) {
-	rollback(ctx, a.conn.Conn())
+	if a.conn != nil {
+		rollback(ctx, a.conn.Conn())
+	}
 	if err == nil {
 		return endLost, errors.New("the key was taken over before the transaction began")
 	}
@@ -161,6 +163,23 @@ const (
 	releaseSavepoint  = "release savepoint postroom"
 	rollbackSavepoint = "rollback to savepoint postroom"
 )
+
+// beginAlive is begin that takes another connection for one that turns out to be
+// dead: nothing has been done on it.
+func (a *attempt) beginAlive(ctx context.Context) (pgx.Tx, error) {
+	wait, cancel := context.WithTimeout(ctx, a.s.cfg.QueueTimeout)
+	defer cancel()
+	for losses := int32(0); ; losses++ {
+		if err := a.connect(wait); err != nil {
+			return nil, err
+		}
+		tx, err := a.begin(ctx)
+		if err == nil || !a.conn.Conn().IsClosed() || losses == a.s.pool.Stat().MaxConns() || wait.Err() != nil {
+			return tx, err
+		}
+		a.disconnect()
+	}
+}
 
 // begin begins the transaction, in one round trip. It returns nil where the key
 // is lost.

@@ -300,19 +300,18 @@ func (s *store) enterPlain(ctx context.Context, operation string) (*attempt, err
 
 // look reads a key on any connection.
 func (s *store) look(ctx context.Context, k id) (r *row, err error) {
-	for range 2 { // a dead connection is no reason to fail
+	for losses := int32(0); ; losses++ {
 		r, err = scanRow(s.pool.QueryRow(ctx, pg.InSchema(look, s.cfg.Schema), k.tenant, k.operation, k.key))
-		if err == nil || ctx.Err() != nil || isServerError(err) {
-			break
+		if err == nil || ctx.Err() != nil || !isDead(err) || losses == s.pool.Stat().MaxConns() {
+			return r, err
 		}
 	}
-	return r, err
 }
 
 // claim claims the key for a. A claim whose answer was lost is made again on another connection,
 // and known by its fence.
 func (s *store) claim(ctx context.Context, c call, a *attempt) (v verdict, r *row, err error) {
-	losses := 0
+	losses := int32(0) // a restart of the server leaves all connections of the pool dead
 	for try := 0; try < claimTries; try++ {
 		if err := a.connect(ctx); err != nil {
 			return 0, nil, err
@@ -324,7 +323,7 @@ func (s *store) claim(ctx context.Context, c call, a *attempt) (v verdict, r *ro
 		case err == nil: // what was in the way is gone, or not yet to be seen
 		case isCode(err, "55P03"): // a caller's open transaction claims the key
 			return verdictInFlight, nil, nil
-		case a.conn.Conn().IsClosed() && losses < 2:
+		case a.conn.Conn().IsClosed() && losses < s.pool.Stat().MaxConns():
 			losses++
 			try--
 			a.disconnect()
@@ -380,9 +379,14 @@ func (s *store) takingOver(c call, fence, old int64) []any {
 	}
 }
 
-func isServerError(err error) bool {
-	_, ok := errors.AsType[*pgconn.PgError](err)
-	return ok
+// isDead reports whether err says that a connection was dead, and not that none
+// can be had.
+func isDead(err error) bool {
+	if _, ok := errors.AsType[*pgconn.ConnectError](err); ok {
+		return false
+	}
+	pgErr, ok := errors.AsType[*pgconn.PgError](err)
+	return !ok || strings.HasPrefix(pgErr.Code, "57P")
 }
 
 func isCode(err error, code string) bool {

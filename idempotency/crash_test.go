@@ -146,6 +146,41 @@ func TestKilledBackend(t *testing.T) {
 	wantStrings(t, "payments", payments(t, pool), "lost")
 }
 
+// A restart of the server, which leaves the pool with dead connections, is not
+// seen by requests after it.
+func TestDeadConnectionsInThePool(t *testing.T) {
+	base := newPool(t)
+	pool := sized(t, base, 6)
+	kill := func() {
+		var conns []*pgxpool.Conn
+		for range 6 {
+			c, err := pool.Acquire(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			conns = append(conns, c)
+		}
+		for _, c := range conns {
+			mustExec(t, base, `SELECT pg_terminate_backend($1)`, int32(c.Conn().PgConn().PID()))
+			c.Release()
+		}
+	}
+	usual := serve(t, pool, idempotency.Config{Optional: true}, pay)
+	twoPhase := serve(t, pool, idempotency.Config{TwoPhase: true}, func(w http.ResponseWriter, r *http.Request) {
+		kill()
+		begun(w, r)
+	})
+	usual.post("before", "1").want(t, 201, "")
+	for _, key := range []string{"before", "after", ""} {
+		kill()
+		usual.post(key, "1").want(t, 201, "")
+	}
+	kill()
+	twoPhase.post("two-phase", "2").want(t, 201, "")
+	twoPhase.wantRuns(1)
+	wantStrings(t, "payments", payments(t, base), "1", "1", "1", "2")
+}
+
 const childURL = "POSTROOM_TEST_IDEMPOTENCY_CHILD"
 
 // TestChild is the process that TestCase_B89_KilledProcess kills.
@@ -302,7 +337,7 @@ func TestDisconnects(t *testing.T) {
 // A handler's time ends its statements; what it answers then counts.
 func TestTimeout(t *testing.T) {
 	pool := newPool(t)
-	a := serve(t, pool, idempotency.Config{Timeout: 20 * time.Millisecond}, func(w http.ResponseWriter, r *http.Request) {
+	a := serve(t, pool, idempotency.Config{Timeout: time.Second}, func(w http.ResponseWriter, r *http.Request) {
 		note(r.Context(), "x")
 		if _, err := idempotency.Tx(r.Context()).Exec(r.Context(), `SELECT pg_sleep(60)`); err == nil {
 			t.Error("the statement did not end")

@@ -1,8 +1,10 @@
 package idempotency_test
 
 import (
+	"bufio"
 	"context"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -213,6 +215,24 @@ func TestMalformedKeys(t *testing.T) {
 	if log := a.log.String(); strings.Contains(log, "kkk") {
 		t.Errorf("the log holds a key: %s", log)
 	}
+}
+
+// H1: characters that net/http refuses itself.
+func TestControlCharactersInAKey(t *testing.T) {
+	a := serve(t, newPool(t), idempotency.Config{}, pay)
+	for _, key := range []string{"a\x00b", "a\x01b", "a\x7fb"} {
+		conn, err := net.Dial("tcp", strings.TrimPrefix(a.url, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(conn, "POST /payments HTTP/1.1\r\nHost: x\r\nConnection: close\r\nIdempotency-Key: %s\r\nContent-Length: 0\r\n\r\n", key)
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		if err != nil || !strings.Contains(line, " 400 ") {
+			t.Errorf("%q: %q, %v", key, line, err)
+		}
+		_ = conn.Close()
+	}
+	a.wantRuns(0)
 }
 
 // H3, H6 and case 1: the forms of one key.

@@ -77,7 +77,7 @@ func TestCase_B88_Storm(t *testing.T) {
 func TestRepeatsBehindSlowHandlers(t *testing.T) {
 	base := newPool(t)
 	leave := make(chan int)
-	a := serve(t, sized(t, base, 4), idempotency.Config{}, func(w http.ResponseWriter, r *http.Request) {
+	a := serve(t, sized(t, base, 4), idempotency.Config{QueueTimeout: patience}, func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Query().Has("slow") {
 			<-leave
 		}
@@ -135,7 +135,7 @@ func TestNoConnection(t *testing.T) {
 	for _, c := range conns {
 		c.Release()
 	}
-	a.post("k1", "x").want(t, 201, "")
+	serve(t, pool, idempotency.Config{}, pay).post("k1", "x").want(t, 201, "")
 }
 
 // A bounded wait ends with the first one's answer, and runs if that failed.

@@ -64,11 +64,7 @@ func (l *late) begin(ctx context.Context) (tx pgx.Tx, err error) {
 		return nil, fmt.Errorf("idempotency: wait for a connection: %w", err)
 	}
 	l.free = free
-	wait, cancel := context.WithTimeout(ctx, l.s.cfg.QueueTimeout)
-	defer cancel()
-	if err = l.connect(wait); err == nil {
-		tx, err = l.attempt.begin(ctx)
-	}
+	tx, err = l.beginAlive(ctx)
 	if err == nil && tx == nil {
 		err = errLost
 	}

@@ -24,7 +24,7 @@ func begun(w http.ResponseWriter, r *http.Request) {
 func TestTwoPhase(t *testing.T) {
 	pool := newPool(t)
 	entered, leave := make(chan int), make(chan int)
-	a := serve(t, pool, idempotency.Config{TwoPhase: true, Lease: 100 * time.Millisecond}, func(w http.ResponseWriter, r *http.Request) {
+	a := serve(t, pool, idempotency.Config{TwoPhase: true, Lease: time.Second}, func(w http.ResponseWriter, r *http.Request) {
 		if idempotency.Tx(r.Context()) != nil {
 			t.Error("there is a transaction before Begin")
 		}
@@ -42,9 +42,9 @@ func TestTwoPhase(t *testing.T) {
 	done := a.start(ask{key: "k1", body: "x"})
 	receive(t, "the handler", entered)
 	eventually(t, "an unused pool", func() bool { return pool.Stat().AcquiredConns() == 0 })
-	eventually(t, "five leases", func() bool {
+	eventually(t, "several leases", func() bool {
 		a.post("k1", "x").want(t, 409, "idempotency-in-flight")
-		return query(t, pool, `SELECT (first_seen < clock_timestamp() - interval '500 ms')::text FROM postroom.idempotency_keys`)[0] == "true"
+		return query(t, pool, `SELECT (first_seen < clock_timestamp() - interval '2500 ms')::text FROM postroom.idempotency_keys`)[0] == "true"
 	})
 	leave <- 0
 	first := receive(t, "the answer", done)
