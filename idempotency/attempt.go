@@ -253,8 +253,8 @@ func (a *attempt) undone(ctx context.Context, d decision, e end, err error) (end
 	return e, err
 }
 
-// giveUp rolls back what the handler has done. That the savepoint is still there tells
-// that it is our transaction.
+// giveUp rolls back what the handler has done. That the savepoint is still there
+// tells that it is our transaction.
 func (a *attempt) giveUp(ctx context.Context, d decision) (end, error) {
 	ours := true
 	own, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
@@ -425,8 +425,8 @@ func (a *attempt) markUnknown(ctx context.Context, cause error) (end, error) {
 }
 
 // leaveAs moves the row out of the state in flight, on the attempt's connection
-// where that lives, else on another one. The server may need a moment to notice that the former
-// connection is closed, and to free its lock.
+// where that lives, else on another one. The server may need a moment to notice
+// that the former connection is closed, and to free its lock.
 func (a *attempt) leaveAs(ctx context.Context, state string) (changed int, err error) {
 	if a.id.key == "" {
 		return 1, nil

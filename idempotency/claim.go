@@ -308,8 +308,8 @@ func (s *store) look(ctx context.Context, k id) (r *row, err error) {
 	}
 }
 
-// claim claims the key for a. A claim whose answer was lost is made again on another connection,
-// and known by its fence.
+// claim claims the key for a. A claim whose answer was lost is made again on another
+// connection, and known by its fence.
 func (s *store) claim(ctx context.Context, c call, a *attempt) (v verdict, r *row, err error) {
 	losses := int32(0) // a restart of the server leaves all connections of the pool dead
 	for try := 0; try < claimTries; try++ {

@@ -15,7 +15,8 @@ import (
 // A Cleaner deletes answers that have expired and, later, the keys themselves, as
 // the Config under which each key was first used says ([Config].Retention,
 // [Config].Tombstone). A request with a key that is deleted is a new one. Keys whose
-// outcome is unknown are kept until it is resolved, and those of a running request as long as it runs.
+// outcome is unknown are kept until it is resolved, and those of a running request
+// as long as it runs.
 //
 // Several cleaners may run at a time. Pool must be set.
 type Cleaner struct {
@@ -56,8 +57,7 @@ func (c Cleaner) withDefaults() (Cleaner, error) {
 }
 
 // Run cleans at once and then after each Interval, until ctx ends, and returns nil.
-// What fails is logged and tried again; Run returns an error only for
-// wrong fields.
+// What fails is logged and tried again; Run returns an error only for wrong fields.
 func (c Cleaner) Run(ctx context.Context) error {
 	c, err := c.withDefaults()
 	if err != nil {
@@ -77,7 +77,7 @@ func (c Cleaner) Run(ctx context.Context) error {
 	return nil
 }
 
-// Clean deletes once what is too old now, and returns how many answers and keys it
+// Clean deletes once what is too old now, and returns how many answers and keys that
 // was, also beside an error. It deletes in chunks that each commit, and rests after
 // each for as long as it took.
 func (c Cleaner) Clean(ctx context.Context) (answers, keys int64, err error) {
@@ -88,8 +88,8 @@ func (c Cleaner) Clean(ctx context.Context) (answers, keys int64, err error) {
 	return c.clean(ctx)
 }
 
-// deleteAnswers deletes a chunk of expired answers, from a time on: behind what the chunk
-// before has deleted, which the index still holds. It passes over what others
+// deleteAnswers deletes a chunk of expired answers, from a time on: behind what the
+// chunk before has deleted, which the index still holds. It passes over what others
 // have locked.
 const deleteAnswers = `
 WITH old AS (

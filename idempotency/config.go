@@ -121,9 +121,9 @@ type Config struct {
 	// Default: bytes.
 	CanonicalMultipart bool
 
-	// IgnoreFields are left out of comparisons: members of JSON bodies, by pointers
-	// as in "/meta/sent_at" (RFC 6901), and parts of multipart bodies, by name. Each needs the form of
-	// comparison that knows them.
+	// IgnoreFields are left out of comparisons: members of JSON bodies, by pointers as
+	// in "/meta/sent_at" (RFC 6901), and parts of multipart bodies, by name. They need
+	// CanonicalJSON and CanonicalMultipart.
 	IgnoreFields []string
 
 	// IgnoreQuery are parameters of the query that comparisons leave out.
@@ -140,7 +140,8 @@ type Config struct {
 
 	// ReplayHeaders are stored and repeated besides Content-Type, -Language,
 	// -Encoding, -Disposition and -Location, Location, ETag, Last-Modified, Link,
-	// Deprecation and Sunset. Cookies, credentials and what belongs to a connection cannot be.
+	// Deprecation and Sunset. Cookies, credentials and what belongs to a connection
+	// cannot be among them.
 	ReplayHeaders []string
 
 	// WithoutBody stores status and headers alone: a repeat gets an empty body.

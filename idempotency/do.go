@@ -42,20 +42,22 @@ func (c Call) check() (call, error) {
 	}, errors.Join(errs...)
 }
 
-// Do runs fn in a transaction, unless a call with the tenant, operation and key of c has
-// succeeded before. fn's writes and its result commit together. When Do returns a nil
-// error they are durable, and replayed says that the result is that of an earlier call.
+// Do runs fn in a transaction, unless a call with the tenant, operation and key of
+// c has succeeded before. fn's writes and its result commit together. When Do
+// returns a nil error they are durable, and replayed says that the result is that
+// of an earlier call.
 //
 // An error of fn is returned as it is; nothing of fn remains then, nor where it
-// panics, and the next call runs. While another call with the key runs, Do returns [ErrInFlight]
-// at once, or after [Config].Wait. It may also return [ErrKeyReused],
+// panics, and the next call runs. While another call with the key runs, Do returns
+// [ErrInFlight] at once, or after [Config].Wait. It may also return [ErrKeyReused],
 // [ErrExpired] and [ErrOutcomeUnknown]. After any other error the call may be
 // repeated with its key; if it had committed after all, the repeat returns its
 // result.
 //
-// fn may run more than once, since a transaction that loses a conflict is run again. Its context
-// carries the call's operation, and ends with ctx. Cancelling ctx prevents a commit that has not begun. The transaction
-// refuses Commit and Rollback.
+// fn may run more than once, since a transaction that loses a conflict is run
+// again. Its context carries the call's operation, and ends with ctx. Cancelling
+// ctx prevents a commit that has not begun. The transaction refuses Commit and
+// Rollback, and calls from other goroutines once fn has returned.
 func Do(
 	ctx context.Context, pool *pgxpool.Pool, c Call, fn func(context.Context, pgx.Tx) ([]byte, error), cfg Config,
 ) (result []byte, replayed bool, err error) {
@@ -145,10 +147,11 @@ func known(v verdict, r *row) ([]byte, bool, error) {
 // tx or not at all. fn gets a savepoint in it, which is rolled back where fn fails,
 // so that the caller may go on.
 //
-// While tx is open, others with the key wait for up to a second before they are told that the call
-// runs; another DoTx waits for as long as the lock_timeout of its transaction
-// says. In repeatable read and serializable it fails with a serialization failure
-// then. [Unknown] rolls back and is not recorded. Of cfg only Schema, Retention, Tombstone, ReuseExpired and MaxResponse count.
+// While tx is open, others with the key wait for up to a second before they are
+// told that the call runs; another DoTx waits for as long as the lock_timeout of
+// its transaction says. In repeatable read and serializable it fails with a
+// serialization failure then. [Unknown] rolls back and is not recorded. Of cfg only
+// Schema, Retention, Tombstone, ReuseExpired and MaxResponse count.
 func DoTx(
 	ctx context.Context, tx pgx.Tx, c Call, fn func(context.Context, pgx.Tx) ([]byte, error), cfg Config,
 ) (result []byte, replayed bool, err error) {

@@ -23,17 +23,17 @@
 // and a repeat runs the handler again.
 //
 // What authenticates, authorises or limits requests belongs outside of the
-// middleware, and so do compression, an [http.TimeoutHandler] and headers of one exchange, such as
-// request ids and CORS. Nothing outside may read the body. A browser's preflight needs Idempotency-Key among the
-// allowed headers, and Idempotent-Replayed, Retry-After and Location among the
-// exposed ones.
+// middleware, and so do compression, an [http.TimeoutHandler] and headers of one
+// exchange, such as request ids and CORS. Nothing outside may read the body. A
+// browser's preflight needs Idempotency-Key among the allowed headers, and
+// Idempotent-Replayed, Retry-After and Location among the exposed ones.
 //
 // Each running handler holds a connection of the pool. One connection is left for
 // repeats, so the pool should have several. A handler that takes further
 // connections of the same pool can wait for itself for ever: give it the
 // transaction or a pool of its own. One that waits for other services should hold
-// none meanwhile: see [Config].TwoPhase. Behind PgBouncer in transaction mode the pool
-// needs [pgx.QueryExecModeExec] or another mode without named statements.
+// none meanwhile: see [Config].TwoPhase. Behind PgBouncer in transaction mode the
+// pool needs [pgx.QueryExecModeExec] or another mode without named statements.
 //
 // # Calls
 //
@@ -63,10 +63,11 @@ import (
 //
 // A protected handler's context holds the transaction ([Tx]) and the operation, by
 // which messages and outgoing calls get the same identity in each repeat
-// ([github.com/postroom/postroom.OperationFrom]). It does not end with the
-// client's connection but after [Config].Timeout. The handler's answer is buffered: Flush and Hijack are
-// not supported, and what it sends by 1xx statuses is dropped. The answer is what
-// it was when the handler returned; goroutines that outlive it can change nothing.
+// ([github.com/postroom/postroom.OperationFrom]). It does not end with the client's
+// connection but after [Config].Timeout. The handler's answer is buffered: Flush
+// and Hijack are not supported, and what it sends by 1xx statuses is dropped. The
+// answer is what it was when the handler returned; goroutines that outlive it can
+// change nothing. A panic passes through.
 //
 // A handler that ends its transaction by itself leaves an unknown outcome, see
 // [Unknown].
@@ -90,9 +91,9 @@ func Middleware(pool *pgxpool.Pool, tenant func(*http.Request) string, cfg Confi
 }
 
 var (
-	// ErrInFlight is returned by [Do] and [DoTx], wrapped with the time after which
-	// to try again ([github.com/postroom/postroom.RetryDelay]), while another call
-	// with the key runs.
+	// ErrInFlight is returned by [Do] and [DoTx], wrapped with the time after which to
+	// try again ([github.com/postroom/postroom.RetryDelay]), while another call with
+	// the key runs.
 	ErrInFlight = errors.New("idempotency: a call with this key is running")
 
 	// ErrKeyReused is returned by [Do] and [DoTx] where the key has come with
@@ -124,7 +125,7 @@ func Tx(ctx context.Context) pgx.Tx {
 
 // Refer names the resource that the request in ctx has made or changed, so that
 // [Config].Rebuild can write its answer again. The last call counts. Both names are
-// text of at most 255 bytes. It does nothing outside of protected handlers.
+// text, of UTF-8 without zero bytes. It does nothing in other contexts.
 func Refer(ctx context.Context, resourceType, resourceID string) {
 	if s := scopeOf(ctx); s != nil {
 		s.mu.Lock()
@@ -133,11 +134,12 @@ func Refer(ctx context.Context, resourceType, resourceID string) {
 	}
 }
 
-// Unknown says that the request or call in ctx may have had an effect elsewhere which
-// nobody can tell, such as a call to another service whose answer was lost. Its
-// transaction is rolled back whatever the answer, and all requests with the key are answered 409, until an operator
-// has found out and calls the SQL function resolve_idempotency_key. A call that
-// can be repeated under a derived key does not need this. It does nothing outside of protected handlers.
+// Unknown says that the request or call in ctx may have had an effect elsewhere
+// which nobody can tell, such as a call to another service whose answer was lost.
+// Its transaction is rolled back whatever the answer, and all requests with the key
+// are answered 409, until an operator has found out and calls the SQL function
+// resolve_idempotency_key. A call that can be repeated under a derived key does not
+// need this. It does nothing in other contexts.
 func Unknown(ctx context.Context) {
 	if s := scopeOf(ctx); s != nil {
 		s.mu.Lock()

@@ -83,6 +83,25 @@ func TestTwoPhaseLosesItsKey(t *testing.T) {
 	}
 }
 
+// Row 26: who has lost its key is answered as the winner was.
+func TestLoserGetsTheWinnersAnswer(t *testing.T) {
+	pool := newPool(t)
+	a := serve(t, pool, idempotency.Config{TwoPhase: true}, func(w http.ResponseWriter, r *http.Request) {
+		mustExec(t, pool, `UPDATE postroom.idempotency_keys SET fence = fence + 1, state = 'completed', completed_at = now()`)
+		mustExec(t, pool, `INSERT INTO postroom.idempotency_answers SELECT tenant, operation, key, expires_at, 202, '{Location}', '{/winner}', 'won'
+			FROM postroom.idempotency_keys`)
+		if _, err := idempotency.Begin(r.Context()); err == nil {
+			t.Error("Begin succeeded")
+		}
+		w.WriteHeader(500)
+	})
+	got := a.post("k1", "x")
+	if got.status != 202 || got.body != "won" || got.header.Get("Location") != "/winner" || !got.replayed() {
+		t.Errorf("answer %+v", got)
+	}
+	a.wantRuns(1)
+}
+
 // What a two-phase handler may do without Begin, and with it.
 func TestTwoPhaseEnds(t *testing.T) {
 	pool := newPool(t)
