@@ -24,6 +24,8 @@ type attempt struct {
 	fence int64
 	free  func() // gives the slot back
 
+	inherited bool // nobody knows what the attempt before has done
+
 	conn      *pgxpool.Conn
 	elsewhere bool // conn is not the one that had the transaction
 	g         *handlertx.Guard

@@ -150,7 +150,8 @@ WITH free AS MATERIALIZED (
      WHERE k.tenant = free.tenant AND k.operation = free.operation AND k.key = free.key
        AND k.fence = $5::bigint
        AND (k.state IN ('in_flight', 'released') AND k.locked_until <= now
-            OR $9::boolean AND k.state = 'completed' AND k.expires_at <= now)
+            OR $9::boolean AND k.state = 'completed' AND k.expires_at <= now
+            OR $10::boolean AND k.state = 'unknown')
  RETURNING 1
 )
 SELECT (SELECT count(*) FROM free), (SELECT count(*) FROM taken)`
@@ -234,6 +235,8 @@ func (s *store) judge(c call, r *row, fence int64) verdict {
 		return verdictReused
 	case r.state == stateInFlight && r.fence == fence:
 		return verdictMine
+	case r.state == stateUnknown && s.cfg.Reconcile != nil:
+		return verdictFree
 	case r.state == stateUnknown:
 		return verdictUnknown
 	case r.state == stateCompleted && r.expired && s.cfg.ReuseExpired:
@@ -360,6 +363,7 @@ func (s *store) claimOnce(ctx context.Context, c call, a *attempt) (v verdict, r
 	case taken == 0:
 		return verdictAbsent, nil, nil
 	}
+	a.inherited = r.state == stateInFlight || r.state == stateUnknown
 	return verdictMine, r, nil
 }
 
@@ -375,7 +379,7 @@ func (s *store) claiming(c call, fence int64) []any {
 func (s *store) takingOver(c call, fence, old int64) []any {
 	return []any{
 		c.tenant, c.operation, c.key, fence, old,
-		s.cfg.Lease, s.cfg.Retention, s.cfg.Tombstone, s.cfg.ReuseExpired,
+		s.cfg.Lease, s.cfg.Retention, s.cfg.Tombstone, s.cfg.ReuseExpired, s.cfg.Reconcile != nil,
 	}
 }
 

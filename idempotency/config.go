@@ -1,6 +1,7 @@
 package idempotency
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/internal/pg"
 )
 
@@ -78,6 +80,15 @@ type Config struct {
 	// Where the lease is lost the handler's context ends. A conflict is answered
 	// 503 and not run again.
 	TwoPhase bool
+
+	// Reconcile, where set, is asked before a two-phase handler runs for a key whose
+	// last attempt died or left an unknown outcome. It finds out, by the derived keys
+	// that its context gives, whether that attempt had its effect: it returns the
+	// status by which to answer, 200 to 599, with an empty body, or 0 where there was
+	// none and the handler may run. With an error the outcome stays unknown. Default:
+	// the handler runs after an attempt that died, and an unknown outcome waits for an
+	// operator. It needs TwoPhase.
+	Reconcile func(ctx context.Context, o postroom.Operation) (status int, err error)
 
 	// Methods are the protected ones; requests with others pass untouched.
 	// Default POST and PATCH.
@@ -218,6 +229,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
+	}
+	if c.Reconcile != nil && !c.TwoPhase {
+		bad("Reconcile is set, but TwoPhase is not")
 	}
 	c.forRequests(bad)
 	return c, errors.Join(errs...)

@@ -66,6 +66,7 @@ func Do(
 	if err := errors.Join(err, wrong); err != nil {
 		return nil, false, err
 	}
+	cfg.Reconcile = nil // it is for handlers, and would let an unknown outcome pass
 	s := &store{pool: pool, cfg: cfg}
 	a, v, found, err := s.enterPatiently(ctx, k)
 	if err != nil {
@@ -165,6 +166,7 @@ func DoTx(
 		return nil, false, fmt.Errorf("idempotency: %w", err)
 	}
 	defer func() { _ = sp.Rollback(context.WithoutCancel(ctx)) }() // does nothing after a commit
+	cfg.Reconcile = nil
 	s := &store{cfg: cfg}
 	fence := newFence()
 	v, found, err := s.claimIn(ctx, sp, k, fence)
@@ -223,3 +225,27 @@ func (s *store) claimIn(ctx context.Context, tx pgx.Tx, c call, fence int64) (ve
 	}
 	return verdictInFlight, nil, nil
 }
+
+// Resolve says what an operator has found out about the call or request of c whose
+// outcome is unknown, see [Unknown]: that it had its effect (done), so that repeats
+// get status with an empty body for a day at least, or that it had none, so that the
+// next may run. It reports whether there was such a key; when it returns nil the
+// change is durable. c.Input is not looked at. The SQL function
+// resolve_idempotency_key does the same. Of cfg only Schema counts.
+func Resolve(ctx context.Context, pool *pgxpool.Pool, c Call, done bool, status int, cfg Config) (found bool, err error) {
+	cfg, err = cfg.withDefaults()
+	if done && (status < 200 || status > 599) {
+		err = errors.Join(err, fmt.Errorf("idempotency: Resolve with status %d, want 200 to 599", status))
+	}
+	if err != nil {
+		return false, err
+	}
+	err = pool.QueryRow(ctx, pg.InSchema(resolve, cfg.Schema), c.Tenant, c.Operation, c.Key, done, status).Scan(&found)
+	if err != nil {
+		return false, fmt.Errorf("idempotency: resolve a key: %w", err)
+	}
+	return found, nil
+}
+
+const resolve = `
+SELECT "postroom".resolve_idempotency_key($1::text, $2::text, $3::text, $4::boolean, $5::integer)`

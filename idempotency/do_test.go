@@ -88,7 +88,11 @@ func TestDo(t *testing.T) {
 			check("expired, again", transfer("in"), returning("anew"), idempotency.Config{ReuseExpired: true}, "anew", false, nil)
 			check("repeat", transfer("in"), returning("again"), idempotency.Config{ReuseExpired: true}, "anew", true, nil)
 			mustExec(t, pool, `UPDATE postroom.idempotency_keys SET state = 'unknown', completed_at = NULL`)
-			check("unknown", transfer("in"), returning("again"), idempotency.Config{}, "", false, idempotency.ErrOutcomeUnknown)
+			for _, cfg := range []idempotency.Config{{}, {
+				TwoPhase: true, Reconcile: func(context.Context, postroom.Operation) (int, error) { return 0, nil },
+			}} {
+				check("unknown", transfer("in"), returning("again"), cfg, "", false, idempotency.ErrOutcomeUnknown)
+			}
 			mustExec(t, pool, `UPDATE postroom.idempotency_keys SET state = 'in_flight', locked_until = clock_timestamp() + '1 minute'`)
 			_, _, err := do(t, pool, transfer("in"), returning("again"), idempotency.Config{})
 			if d, ok := postroom.RetryDelay(err); !errors.Is(err, idempotency.ErrInFlight) || !ok || d != 5*time.Second {

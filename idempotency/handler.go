@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
@@ -271,6 +272,11 @@ func (h *handler) run(w http.ResponseWriter, r *http.Request, body []byte, c cal
 	ctx := context.WithoutCancel(r.Context())
 	if h.s.cfg.TwoPhase {
 		e, err = a.runLate(ctx, func(ctx context.Context, begin func(context.Context) (pgx.Tx, error)) (d decision) {
+			if a.inherited && h.s.cfg.Reconcile != nil {
+				if d, own = h.reconcile(ctx, r, c.id); d.act != actRelease {
+					return d
+				}
+			}
 			d, own = h.serve(ctx, r, body, c.id, nil, begin)
 			return d
 		})
@@ -350,6 +356,30 @@ func (h *handler) serve(
 	h.next.ServeHTTP(rec, req)
 	sc.end()
 	return h.decide(rec, sc)
+}
+
+// reconcile finds out what the attempt before has done. It decides to release the
+// key where that had no effect.
+func (h *handler) reconcile(ctx context.Context, r *http.Request, k id) (decision, outcome) {
+	cfg := &h.s.cfg
+	ctx, cancel := context.WithTimeout(ctx, cfg.Timeout)
+	defer cancel()
+	ctx, _ = h.s.in(ctx, "http", k, nil)
+	o, _ := postroom.OperationFrom(ctx)
+	status, err := cfg.Reconcile(ctx, o)
+	if err == nil && status != 0 && (status < 200 || status > 599) {
+		err = fmt.Errorf("Config.Reconcile returned the status %d", status)
+	}
+	if err != nil {
+		cfg.Logger.LogAttrs(ctx, slog.LevelWarn, "find out an outcome",
+			slog.String("operation", h.operation(r)), slog.Any("error", err))
+		return decision{act: actUnknown}, outcome{act: actUnknown}
+	}
+	if status == 0 {
+		return decision{}, outcome{}
+	}
+	res := response{status: status, header: make(http.Header)}
+	return decision{act: actCommit, answer: cfg.keep(res, true)}, outcome{response: res, act: actCommit}
 }
 
 // decide says what the handler's answer means for its transaction.

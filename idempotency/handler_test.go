@@ -204,12 +204,25 @@ func TestUnknownOutcomeIsResolved(t *testing.T) {
 		postroom.resolve_idempotency_key('acme', 'POST /payments', 'k2', false),
 		postroom.resolve_idempotency_key('acme', 'POST /payments', 'k3', false),
 		postroom.resolve_idempotency_key('acme', 'POST /payments', 'k1', true))`), "t t f f")
+	a.post("k4", "x").want(t, 409, "idempotency-outcome-unknown")
+	k4 := idempotency.Call{Tenant: "acme", Operation: "POST /payments", Key: "k4"}
+	if _, err := idempotency.Resolve(t.Context(), pool, k4, true, 0, idempotency.Config{}); err == nil {
+		t.Error("Resolve took the status 0")
+	}
+	for _, want := range []bool{true, false} {
+		if found, err := idempotency.Resolve(t.Context(), pool, k4, true, 204, idempotency.Config{}); found != want || err != nil {
+			t.Errorf("Resolve = %v, %v, want %v", found, err, want)
+		}
+	}
 	unknown = false
+	if got := a.post("k4", "x"); got.status != 204 || !got.replayed() {
+		t.Errorf("resolved by Resolve: %+v", got)
+	}
 	if got := a.post("k1", "x"); got.status != 202 || !got.replayed() {
 		t.Errorf("resolved as done: %+v", got)
 	}
 	a.post("k2", "x").want(t, 201, "")
-	a.wantRuns(3)
+	a.wantRuns(4)
 }
 
 func TestPanics(t *testing.T) {

@@ -137,8 +137,8 @@ func Refer(ctx context.Context, resourceType, resourceID string) {
 // Unknown says that the request or call in ctx may have had an effect elsewhere
 // which nobody can tell, such as a call to another service whose answer was lost.
 // Its transaction is rolled back whatever the answer, and all requests with the key
-// are answered 409, until an operator has found out and calls the SQL function
-// resolve_idempotency_key. A call that can be repeated under a derived key does not
+// are answered 409, until an operator has found out and calls [Resolve], or
+// [Config].Reconcile finds out. A call that can be repeated under a derived key does not
 // need this. It does nothing in other contexts.
 func Unknown(ctx context.Context) {
 	if s := scopeOf(ctx); s != nil {

@@ -424,13 +424,14 @@ func TestConfigIsChecked(t *testing.T) {
 		Schema: strings.Repeat("s", 64), IsoLevel: "chaos", Timeout: -1, Lease: 1, Retention: 1, Wait: -1, QueueTimeout: 1,
 		MaxRequest: -1, MaxResponse: -1, Methods: []string{"post", "OPTIONS"}, NotStored: []int{200},
 		IgnoreFields: []string{"", "/a", "b"}, ReplayHeaders: []string{"set-cookie", "connection"},
+		Reconcile: func(context.Context, postroom.Operation) (int, error) { return 0, nil },
 	})
 	if err == nil {
 		t.Fatal("no error")
 	}
 	for _, want := range []string{
 		"Schema", "IsoLevel", "Timeout", "Lease", "Retention", "Wait", "QueueTimeout", "MaxRequest", "MaxResponse",
-		`"post"`, "OPTIONS", "NotStored", "empty name", "CanonicalJSON", "CanonicalMultipart", "Set-Cookie", "Connection",
+		`"post"`, "OPTIONS", "NotStored", "empty name", "CanonicalJSON", "CanonicalMultipart", "Set-Cookie", "Connection", "Reconcile",
 	} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("the error does not speak of %s:\n%v", want, err)

@@ -155,6 +155,59 @@ func TestTakeoverAgainstSlowCompleter(t *testing.T) {
 	}
 }
 
+// A takeover that comes late changes nothing: the row is another attempt's, or
+// completed, or its lease was begun anew.
+func TestTakeoverIsGuarded(t *testing.T) {
+	s := testStore(t, Config{})
+	c := testCall(t)
+	a := mustEnter(t, s, c)
+	a.disconnect()
+	for _, test := range []struct {
+		state  string
+		lease  string
+		old    int64
+		taken  int
+		locked bool
+	}{
+		{"in_flight", "1 minute", a.fence, 0, false},
+		{"in_flight", "-1 minute", a.fence + 1, 0, false},
+		{"released", "-1 minute", a.fence + 1, 0, false},
+		{"completed", "-1 minute", a.fence, 0, false},
+		{"unknown", "-1 minute", a.fence, 0, false},
+		{"in_flight", "-1 minute", a.fence, 0, true},
+		{"in_flight", "-1 minute", a.fence, 1, false},
+	} {
+		_, err := s.pool.Exec(t.Context(), `UPDATE postroom.idempotency_keys SET state = $1, fence = $3,
+			completed_at = CASE WHEN $1 = 'completed' THEN now() END, locked_until = clock_timestamp() + $2::interval`,
+			test.state, test.lease, a.fence)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lock, err := s.pool.Begin(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if test.locked {
+			if _, err := lock.Exec(t.Context(), `SELECT FROM postroom.idempotency_keys FOR NO KEY UPDATE`); err != nil {
+				t.Fatal(err)
+			}
+		}
+		conn, err := s.pool.Acquire(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		var locked, taken int
+		err = own(t.Context(), conn, quickly, s.cfg.Schema, takeOver, func(r pgx.Row) error { return r.Scan(&locked, &taken) },
+			s.takingOver(c, newFence(), test.old)...)
+		if err != nil || taken != test.taken || (locked == 0) != test.locked {
+			t.Errorf("%+v: locked %d, taken %d, %v", test, locked, taken, err)
+		}
+		conn.Release()
+		_ = lock.Rollback(t.Context())
+	}
+	a.leave()
+}
+
 // Row 25: a holder that works beyond its lease is not overtaken.
 func TestLivingHolderIsNotOvertaken(t *testing.T) {
 	s := testStore(t, Config{Lease: 10 * time.Millisecond})

@@ -2,11 +2,13 @@ package idempotency_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"testing"
 	"time"
 
+	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/idempotency"
 )
 
@@ -178,6 +180,74 @@ func TestTwoPhaseWithoutDatabase(t *testing.T) {
 	})
 	a.post("k1", "x").want(t, 503, "idempotency-store-unavailable")
 	wantStrings(t, "keys", states(t, base), "k1 released")
+}
+
+// What becomes of a key whose last attempt died, or left an unknown outcome.
+func TestReconcile(t *testing.T) {
+	pool := newPool(t)
+	var status int
+	var failure error
+	var asked []string
+	cfg := idempotency.Config{TwoPhase: true, Reconcile: func(ctx context.Context, o postroom.Operation) (int, error) {
+		key, err := postroom.OperationKey(ctx, "bank")
+		if err != nil {
+			t.Error(err)
+		}
+		asked = append(asked, o.Key+" "+key)
+		return status, failure
+	}}
+	var call string
+	unknown := false
+	a := serve(t, pool, cfg, func(w http.ResponseWriter, r *http.Request) {
+		call, _ = postroom.OperationKey(r.Context(), "bank")
+		if unknown {
+			idempotency.Unknown(r.Context())
+			return
+		}
+		begun(w, r)
+	})
+	for _, test := range []struct {
+		name    string
+		prepare string // of the key after its first attempt
+		status  int
+		err     error
+		want    int
+		runs    int32
+		state   string
+	}{
+		{"died, had its effect", "in_flight", 202, nil, 202, 0, "completed"},
+		{"died, had none", "in_flight", 0, nil, 201, 1, "completed"},
+		{"died, not known", "in_flight", 0, errors.New("away"), 409, 0, "unknown"},
+		{"died, a wrong status", "in_flight", 7, nil, 409, 0, "unknown"},
+		{"unknown, had its effect", "unknown", 202, nil, 202, 0, "completed"},
+		{"unknown, had none", "unknown", 0, nil, 201, 1, "completed"},
+		{"unknown still", "unknown", 0, errors.New("away"), 409, 0, "unknown"},
+		{"released", "released", 0, errors.New("not asked"), 201, 1, "completed"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			mustExec(t, pool, `TRUNCATE payments, postroom.idempotency_keys, postroom.idempotency_answers`)
+			unknown = true
+			a.post("k1", "x").want(t, 409, "idempotency-outcome-unknown")
+			unknown = false
+			mustExec(t, pool, `UPDATE postroom.idempotency_keys SET locked_until = clock_timestamp(), state = $1`, test.prepare)
+			status, failure, asked = test.status, test.err, nil
+			a.runs.Store(0)
+			got := a.post("k1", "x")
+			got.want(t, test.want, "")
+			a.wantRuns(test.runs)
+			wantStrings(t, "keys", states(t, pool), "k1 "+test.state)
+			if test.prepare == "released" {
+				wantStrings(t, "asked", asked)
+			} else {
+				wantStrings(t, "asked", asked, "k1 "+call)
+			}
+			if test.state == "completed" {
+				if again := a.post("k1", "x"); again.status != test.want || !again.replayed() || again.body != got.body {
+					t.Errorf("repeat %+v of %+v", again, got)
+				}
+			}
+		})
+	}
 }
 
 func TestBeginElsewhere(t *testing.T) {
