@@ -26,7 +26,7 @@ func (b *box) call(ctx context.Context, t *txn, m postroom.Message, h Handler) (
 				slog.String("message_id", m.ID), slog.String("stack", string(stack[:min(len(stack), maxStack)])))
 		}
 	}()
-	return h(ctx, &handlerTx{Tx: t.Tx, g: t.g}, m)
+	return h(ctx, t.handler, m)
 }
 
 const maxStack = 4096 // bytes

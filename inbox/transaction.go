@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/internal/handlertx"
 	"github.com/postroom/postroom/internal/pg"
 	"github.com/postroom/postroom/outbox"
 )
@@ -48,7 +49,8 @@ func newBox(pool *pgxpool.Pool, subscriber string, cfg Config) *box {
 type txn struct {
 	conn *pgxpool.Conn
 	pgx.Tx
-	g *guard
+	handler pgx.Tx // t for the handler
+	g       *handlertx.Guard
 }
 
 // attempt runs one transaction for m: begin, record, handler, commit. It makes two round trips besides those of the handler.
@@ -77,9 +79,9 @@ func (b *box) attempt(ctx context.Context, m postroom.Message, rec record, h Han
 	err = b.call(ctx, t, m, h)
 	settled = true
 
-	if running, open := t.g.finish(); running || open {
-		abandon(ctx, t.conn, running)
-		return Failed, &failure{b.subscriber, m.ID, stageHandle, errors.Join(errLeftInUse, err), false, false}
+	if running, open := t.g.Finish(); running || open {
+		handlertx.Abandon(ctx, t.conn, running)
+		return Failed, &failure{b.subscriber, m.ID, stageHandle, errors.Join(handlertx.ErrLeftInUse, err), false, false}
 	}
 	if f := b.handlerFailed(t, m.ID, err); f != nil {
 		b.rollback(ctx, t)
@@ -123,7 +125,7 @@ func (b *box) begin(ctx context.Context, id string, rec record) (*txn, error) {
 		b.rollback(ctx, t)
 		return nil, noAnswer(ctx, err)
 	}
-	t.g = &guard{conn: conn.Conn()}
+	t.handler, t.g = handlertx.Wrap(t.Tx, ErrTxManaged)
 	return t, nil
 }
 
@@ -139,7 +141,7 @@ SELECT (CASE WHEN EXISTS (SELECT FROM "postroom".processed_messages
 // sendCommit sends COMMIT. ours is false where the handler had put another
 // transaction in the place of t, which is then still open.
 func (b *box) sendCommit(ctx context.Context, t *txn, id string) (ours bool, tag pgconn.CommandTag, err error) {
-	if !t.g.suspect {
+	if !t.g.Suspect() {
 		tag, err = t.conn.Exec(ctx, "commit")
 		return true, tag, err
 	}
@@ -222,8 +224,8 @@ func (b *box) isRecorded(ctx context.Context, id string, outcomes []string) bool
 
 // discard ends a transaction whose handler has ended its goroutine.
 func (b *box) discard(ctx context.Context, t *txn) {
-	if running, open := t.g.finish(); running || open {
-		abandon(ctx, t.conn, running)
+	if running, open := t.g.Finish(); running || open {
+		handlertx.Abandon(ctx, t.conn, running)
 		return
 	}
 	b.rollback(ctx, t)
@@ -233,7 +235,7 @@ func (b *box) discard(ctx context.Context, t *txn) {
 func (b *box) rollback(ctx context.Context, t *txn) {
 	defer t.conn.Release() // closes a connection that is not idle
 	conn := t.conn.Conn()
-	if large := t.g != nil && t.g.large; !large && (conn.IsClosed() || conn.PgConn().TxStatus() == 'I') {
+	if large := t.g != nil && t.g.Large(); !large && (conn.IsClosed() || conn.PgConn().TxStatus() == 'I') {
 		return
 	}
 	ctx, stop := bounds.with(context.WithoutCancel(ctx), rollbackTime)
@@ -241,23 +243,7 @@ func (b *box) rollback(ctx context.Context, t *txn) {
 	if !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' {
 		_, _ = conn.Exec(ctx, "rollback") // on an error Release closes the connection
 	}
-	if t.g != nil && t.g.large {
+	if t.g != nil && t.g.Large() {
 		_ = conn.Close(ctx)
 	}
-}
-
-// abandon closes a connection that the handler has left in use. One on which a
-// goroutine is still running a statement is touched no more, since it belongs to
-// that goroutine until the statement fails.
-func abandon(ctx context.Context, conn *pgxpool.Conn, running bool) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTime)
-	defer cancel()
-	if running {
-		c := conn.Hijack().PgConn()
-		_ = c.CancelRequest(ctx) // lest the server hold the message's row until the statement ends
-		_ = c.Conn().Close()
-		return
-	}
-	_ = conn.Conn().Close(ctx)
-	conn.Release()
 }

@@ -11,7 +11,6 @@ import (
 
 // SQLSTATE codes that are told apart by name.
 const (
-	inFailedTransaction      = "25P02"
 	idleInTransactionTimeout = "25P03"
 	transactionTimeout       = "25P04"
 	lockNotAvailable         = "55P03"
@@ -121,7 +120,7 @@ func (b *box) handlerFailed(t *txn, id string, err error) *failure {
 	f := &failure{b.subscriber, id, stageHandle, err, databaseTrouble(err), false}
 	switch lost := t.conn.Conn().IsClosed(); {
 	case lost || t.conn.Conn().PgConn().TxStatus() == 'E':
-		cause := t.g.cause
+		cause := t.g.Cause()
 		if err == nil && lost {
 			f.err = fmt.Errorf("the handler ignored an error: %w", orLost(cause))
 		} else if err == nil {
@@ -131,7 +130,7 @@ func (b *box) handlerFailed(t *txn, id string, err error) *failure {
 	case t.conn.Conn().PgConn().TxStatus() == 'I':
 		f.err = errors.Join(errEnded, err)
 		f.trouble, f.ended = false, true
-	case err == nil && t.g.ended:
+	case err == nil && t.g.Ended():
 		f.err = ErrTxManaged
 	case err == nil:
 		return nil

@@ -1,4 +1,7 @@
-package inbox
+// Package handlertx wraps the transaction that a handler works in, so that only
+// its owner can end it, and nothing reaches the connection once the handler has
+// returned.
+package handlertx
 
 import (
 	"context"
@@ -6,27 +9,32 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 var (
+	// ErrLeftInUse says that Finish found the connection in use.
+	ErrLeftInUse = errors.New("the handler returned while its transaction was in use: " +
+		"rows or batch results were not closed, or a goroutine is still running a statement")
+
 	// errReturned matches pgx.ErrTxClosed, which is what pgx says of any other
 	// transaction that is over.
-	errReturned = fmt.Errorf("inbox: the handler has returned: %w", pgx.ErrTxClosed)
+	errReturned = fmt.Errorf("postroom: the handler has returned: %w", pgx.ErrTxClosed)
 
-	errInUse = errors.New("inbox: the transaction is in use: rows or batch results are not closed, or a copy is running")
-
-	errLeftInUse = errors.New("the handler returned while its transaction was in use: " +
-		"rows or batch results were not closed, or a goroutine is still running a statement")
+	errInUse = errors.New("postroom: the transaction is in use: rows or batch results are not closed, or a copy is running")
 )
 
-// guard is what the handler's transaction shares with its savepoints, rows and
+const inFailedTransaction = "25P02"
+
+// A Guard is what the handler's transaction shares with its savepoints, rows and
 // batch results. It lets one call at a time reach the connection, and none once
 // the handler has returned.
-type guard struct {
-	conn *pgx.Conn
+type Guard struct {
+	managed error // of Commit and Rollback
 
 	mu       sync.Mutex
 	busy     bool          // a call is running
@@ -39,8 +47,72 @@ type guard struct {
 	cause    error         // why the transaction is aborted or its connection lost, if it is
 }
 
+// Wrap returns tx for a handler, and its guard. Commit and Rollback of the
+// transaction, not of savepoints in it, return managed and do nothing else.
+func Wrap(tx pgx.Tx, managed error) (pgx.Tx, *Guard) {
+	g := &Guard{managed: managed}
+	return &handlerTx{Tx: tx, g: g}, g
+}
+
+// Finish refuses all further calls. It reports whether a call is running in
+// another goroutine, and whether rows, batch results or a copy are open.
+func (g *Guard) Finish() (running, open bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.returned = true
+	return g.busy, g.open
+}
+
+// Cause is why the transaction is aborted or its connection lost, if it is.
+func (g *Guard) Cause() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.cause
+}
+
+// Ended reports whether Commit or Rollback was called on the transaction.
+func (g *Guard) Ended() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.ended
+}
+
+// Large reports whether LargeObjects was called, whose use is not guarded: the
+// connection has to be closed.
+func (g *Guard) Large() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.large
+}
+
+// Suspect reports whether the transaction may have been replaced by another one.
+// That it was merely ended shows in the connection's status.
+func (g *Guard) Suspect() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.suspect
+}
+
+// Abandon closes a connection that the handler has left in use. One on which a
+// goroutine is still running a statement is touched no more, since it belongs to
+// that goroutine until the statement fails.
+func Abandon(ctx context.Context, conn *pgxpool.Conn, running bool) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abandonTime)
+	defer cancel()
+	if running {
+		c := conn.Hijack().PgConn()
+		_ = c.CancelRequest(ctx) // lest the server hold what the transaction locks until the statement ends
+		_ = c.Conn().Close()
+		return
+	}
+	_ = conn.Conn().Close(ctx)
+	conn.Release()
+}
+
+const abandonTime = 5 * time.Second
+
 // enter waits for its turn. The caller leaves, see leave.
-func (g *guard) enter(ctx context.Context) error {
+func (g *Guard) enter(ctx context.Context) error {
 	for {
 		g.mu.Lock()
 		switch {
@@ -70,7 +142,7 @@ func (g *guard) enter(ctx context.Context) error {
 
 // enterOpen is enter for the rows, batch results or copy that own the
 // connection: they have no turn to wait for.
-func (g *guard) enterOpen() error {
+func (g *Guard) enterOpen() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	switch {
@@ -85,7 +157,7 @@ func (g *guard) enterOpen() error {
 
 // leave ends a call that returned err to the handler. open says whether the
 // connection stays with rows, batch results or a copy.
-func (g *guard) leave(err error, open bool) {
+func (g *Guard) leave(err error, open bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok && pgErr.Code != inFailedTransaction {
@@ -102,7 +174,7 @@ func (g *guard) leave(err error, open bool) {
 
 // whole runs a call that is over when it returns. callbacks says that it may
 // call back into the handler's code, which then finds the connection in use.
-func (g *guard) whole(ctx context.Context, callbacks bool, call func() error) error {
+func (g *Guard) whole(ctx context.Context, callbacks bool, call func() error) error {
 	if err := g.enter(ctx); err != nil {
 		return err
 	}
@@ -117,22 +189,13 @@ func (g *guard) whole(ctx context.Context, callbacks bool, call func() error) er
 	return err
 }
 
-// finish refuses all further calls. It reports whether a call is running in
-// another goroutine, and whether rows, batch results or a copy are open.
-func (g *guard) finish() (running, open bool) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.returned = true
-	return g.busy, g.open
-}
-
-var errPanicked = errors.New("inbox: a call panicked")
+var errPanicked = errors.New("postroom: a call panicked")
 
 // handlerTx is the transaction that a handler gets, or a savepoint in it. It
 // embeds pgx.Tx for methods that later versions of pgx may add.
 type handlerTx struct {
 	pgx.Tx
-	g         *guard
+	g         *Guard
 	savepoint bool
 }
 
@@ -176,7 +239,7 @@ func (t *handlerTx) refuseEnd() error {
 		return errReturned
 	}
 	t.g.ended = true
-	return ErrTxManaged
+	return t.g.managed
 }
 
 func (t *handlerTx) Exec(ctx context.Context, sql string, args ...any) (tag pgconn.CommandTag, err error) {
@@ -256,7 +319,7 @@ func (t *handlerTx) LargeObjects() pgx.LargeObjects {
 
 // suspectIf notes that the handler may have replaced its transaction by another
 // one. That it has merely ended it shows in the connection's status.
-func (g *guard) suspectIf(may bool) {
+func (g *Guard) suspectIf(may bool) {
 	if may {
 		g.mu.Lock()
 		defer g.mu.Unlock()

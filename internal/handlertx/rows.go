@@ -1,4 +1,4 @@
-package inbox
+package handlertx
 
 import (
 	"github.com/jackc/pgx/v5"
@@ -9,7 +9,7 @@ import (
 // handlerRows are the rows of a handler's query.
 type handlerRows struct {
 	pgx.Rows
-	g    *guard
+	g    *Guard
 	last bool // the connection is free when they are closed: they are not a batch's
 	shut bool
 	late error // why they could not be read
@@ -87,7 +87,7 @@ func (r *handlerRows) Conn() *pgx.Conn {
 // handlerRow is the row of a handler's QueryRow.
 type handlerRow struct {
 	pgx.Row
-	g    *guard
+	g    *Guard
 	last bool
 }
 
@@ -104,7 +104,7 @@ func (r *handlerRow) Scan(dest ...any) error {
 // handlerBatch is the results of a handler's SendBatch.
 type handlerBatch struct {
 	pgx.BatchResults
-	g    *guard
+	g    *Guard
 	shut bool
 	err  error // what Close said
 }
