@@ -3,6 +3,8 @@ package readme
 
 import (
 	"context"
+	"net/http"
+	"os"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -10,8 +12,10 @@ import (
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker/nats"
 	"github.com/postroom/postroom/dispatcher"
+	"github.com/postroom/postroom/idempotency"
 	"github.com/postroom/postroom/inbox"
 	"github.com/postroom/postroom/outbox"
+	"github.com/postroom/postroom/webhook"
 )
 
 var box outbox.Outbox // the zero value is ready
@@ -44,4 +48,30 @@ func consume(ctx context.Context, pool *pgxpool.Pool, bus *nats.Bus) error {
 		return err
 	}
 	return c.Run(ctx)
+}
+
+func serve(pool *pgxpool.Pool, account func(*http.Request) string) (http.Handler, error) {
+	once, err := idempotency.Middleware(pool, account, idempotency.Config{})
+	if err != nil {
+		return nil, err
+	}
+	secret := webhook.Secret{Value: os.Getenv("STRIPE_SECRET")}
+	hooks, err := webhook.New(pool, "stripe", webhook.Stripe(secret), "stripe-events", webhook.Config{})
+	if err != nil {
+		return nil, err
+	}
+	order := func(w http.ResponseWriter, r *http.Request) {
+		id, ctx := r.FormValue("id"), r.Context()
+		_, err := idempotency.Tx(ctx).Exec(ctx, `INSERT INTO orders (id, total) VALUES ($1, $2::text::int)`, id, r.FormValue("total"))
+		if err != nil {
+			http.Error(w, "try again", http.StatusInternalServerError) // rolled back
+			return
+		}
+		w.Header().Set("Location", "/orders/"+id)
+		w.WriteHeader(http.StatusCreated) // after the commit, and again to repeats
+	}
+	mux := http.NewServeMux()
+	mux.Handle("POST /orders", once(http.HandlerFunc(order)))
+	mux.Handle("POST /webhooks/stripe", hooks)
+	return mux, nil
 }

@@ -23,8 +23,8 @@ func TestREADMEShowsThisCode(t *testing.T) {
 	readme := read(t, "../../README.md")
 	code := read(t, "readme.go")
 	blocks := regexp.MustCompile("(?s)```go\n(.*?)```").FindAllStringSubmatch(readme, -1)
-	if len(blocks) != 3 {
-		t.Errorf("the README has %d Go blocks, want 3", len(blocks))
+	if len(blocks) != 4 {
+		t.Errorf("the README has %d Go blocks, want 4", len(blocks))
 	}
 	for _, b := range blocks {
 		if !strings.Contains(code, b[1]) {
