@@ -3,7 +3,11 @@ MODULES := . broker/franz examples integration_test internal/throwaway
 ALL     := github.com/postroom/postroom/...
 LINT    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.12.2
 
-.PHONY: help quickstart test versions lint fmt bench tidy
+FUZZ    := webhook:FuzzVerify idempotency:FuzzCanonicalJSON idempotency:FuzzParts idempotency:FuzzParseKey \
+           broker/nats:FuzzHeaders broker/nats:FuzzDecode broker/kafka:FuzzSize
+FUZZTIME := 10000x
+
+.PHONY: help quickstart test versions lint fmt fuzz bench tidy
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,6 +26,9 @@ lint: ## what the code must look like, the import arrows among it
 
 fmt: ## format
 	for m in $(MODULES); do (cd $$m && $(LINT) fmt ./...) || exit 1; done
+
+fuzz: ## what reads input from outside, FUZZTIME each
+	for f in $(FUZZ); do go test -run '^$$' -fuzz "^$${f#*:}\$$" -fuzztime $(FUZZTIME) ./$${f%:*} || exit 1; done
 
 bench: ## benchmarks, each beside a hand-written loop of the same run
 	go test -run '^$$' -bench . -benchtime=1x ./dispatcher
