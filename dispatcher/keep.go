@@ -17,6 +17,7 @@ type keeper struct {
 	every     time.Duration // between two looks around
 	present   bool          // the others count on this dispatcher
 	joined    time.Time     // when it last said so
+	told      []string      // what it then said is wrong
 	renewed   time.Time     // when the lanes' leases were last extended
 	unclaimed int           // looks in a row that have seen free lanes
 	swept     time.Time     // when drained lanes were last looked through
@@ -84,12 +85,13 @@ func (k *keeper) attend(step context.Context) error {
 		k.present = err != nil
 		return err
 	}
-	if k.present && time.Since(k.joined) < k.d.cfg.Lease/3 {
+	troubles := k.d.trouble.texts()
+	if k.present && time.Since(k.joined) < k.d.cfg.Lease/3 && slices.Equal(troubles, k.told) {
 		return nil
 	}
-	_, err := k.d.pool.Exec(step, k.d.sql.join, k.d.owner, k.d.cfg.Lease)
+	_, err := k.d.pool.Exec(step, k.d.sql.join, k.d.owner, k.d.cfg.Lease, troubles)
 	if err == nil {
-		k.present, k.joined = true, time.Now()
+		k.present, k.joined, k.told = true, time.Now(), troubles
 	}
 	return err
 }

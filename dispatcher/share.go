@@ -63,17 +63,17 @@ func (s standing) quota() int {
 	return (s.Lanes - s.Earlier + s.Living - 1) / s.Living
 }
 
-// joinDispatchers says that this dispatcher is there, and forgets those that
-// have long died. One whose lease had ended joins anew, behind the others.
+// joinDispatchers says that this dispatcher is there, with what is wrong, and forgets
+// those that have long died. One whose lease had ended joins anew, behind the others.
 const joinDispatchers = `
 WITH dead AS (
     DELETE FROM "postroom".outbox_dispatchers
      WHERE lease < clock_timestamp() - interval '10 minutes' AND owner <> $1
 )
-INSERT INTO "postroom".outbox_dispatchers AS d (owner, lease)
-VALUES ($1::text, clock_timestamp() + $2::interval)
+INSERT INTO "postroom".outbox_dispatchers AS d (owner, lease, troubles)
+VALUES ($1::text, clock_timestamp() + $2::interval, $3::text[])
 ON CONFLICT (owner) DO UPDATE
-   SET lease = excluded.lease,
+   SET lease = excluded.lease, troubles = excluded.troubles,
        joined_at = CASE WHEN d.lease < clock_timestamp() THEN clock_timestamp() ELSE d.joined_at END`
 
 // wantLanes asks the others for lanes. The wish is short-lived, so that nobody

@@ -16,6 +16,9 @@ type Status struct {
 	Lanes []LaneStatus
 	Heads []HeadStatus // refused messages, the oldest first, at most 100
 
+	// Dispatchers are those that are there or were a while ago, at most 100.
+	Dispatchers []DispatcherStatus
+
 	Refused, Waiting, Scheduled Count
 
 	// OldestTransaction is the longest open transaction that may hold messages
@@ -63,6 +66,17 @@ type HeadStatus struct {
 	Error    string
 	ParkedAt time.Time
 	Waiting  Count // messages of its topic and key behind it
+}
+
+// DispatcherStatus is a dispatcher, as it has last said of itself.
+type DispatcherStatus struct {
+	Owner string
+	Lease time.Time // it is gone where this has passed
+
+	// Troubles is what is wrong there, such as a topic that is away, with the
+	// broker's last error: at most 20 texts without payloads and keys. It changes
+	// about a second after what it tells of.
+	Troubles []string
 }
 
 // TransactionStatus is an open transaction.
@@ -123,6 +137,9 @@ SELECT h.lane, h.message_id, h.topic, h.error, h.parked_at,
          ORDER BY number LIMIT 100) h
  ORDER BY h.number`
 
+const statusDispatchers = `
+SELECT owner, lease, troubles FROM "postroom".outbox_dispatchers ORDER BY joined_at, owner LIMIT 100`
+
 // statusCounts counts rows up to $1, and reads what PostgreSQL knows.
 const statusCounts = `
 SELECT (SELECT count(*) FROM (SELECT FROM "postroom".outbox_parked WHERE state = 'refused' LIMIT $1::int4) s),
@@ -164,6 +181,7 @@ func ReadStatus(ctx context.Context, db Queryer, schema string) (*Status, error)
 	}{
 		{statusLanes, []any{countMost}, s.addLane},
 		{statusHeads, []any{countMost}, s.addHead},
+		{statusDispatchers, nil, s.addDispatcher},
 		{statusCounts, []any{countMost}, s.setCounts},
 		{statusTransactions, nil, s.setTransaction},
 	} {
@@ -213,6 +231,13 @@ func (s *Status) addHead(row pgx.CollectableRow) error {
 	err := row.Scan(&h.Lane, &h.ID, &h.Topic, &h.Error, &h.ParkedAt, &n)
 	h.Waiting = counted(n)
 	s.Heads = append(s.Heads, h)
+	return err
+}
+
+func (s *Status) addDispatcher(row pgx.CollectableRow) error {
+	var d DispatcherStatus
+	err := row.Scan(&d.Owner, &d.Lease, &d.Troubles)
+	s.Dispatchers = append(s.Dispatchers, d)
 	return err
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -129,4 +131,44 @@ func TestReadStatusBoundsCounts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+}
+
+// Another process sees what is wrong with a dispatcher, by topic, for as long as it is.
+func TestStatusShowsTroubles(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.New(t)
+	var away atomic.Bool
+	away.Store(true)
+	r := &recorder{answer: func(m postroom.Message) broker.Result {
+		if m.Topic == "away" && away.Load() {
+			return broker.Result{Outcome: broker.Unreachable, Scope: "away", Err: errors.New("no leader\x00\n[5]")}
+		}
+		return broker.Result{Outcome: broker.Stored}
+	}}
+	stop := start(t, pool, r, dispatcher.Config{})
+	defer stop()
+	write(t, pool, postroom.Message{ID: "1", Topic: "away", Key: "k"}, postroom.Message{ID: "2", Topic: "orders", Key: "k"})
+	var told string
+	eventually(t, time.Minute, func() string {
+		s := status(t, pool)
+		if len(s.Dispatchers) != 1 || s.Dispatchers[0].Owner == "" || !s.Dispatchers[0].Lease.After(s.Time) {
+			return fmt.Sprintf("dispatchers %+v", s.Dispatchers)
+		}
+		told = strings.Join(s.Dispatchers[0].Troubles, "; ")
+		if !strings.Contains(told, "away") || !strings.Contains(told, "no leader  [5]") {
+			return "the status tells of " + told
+		}
+		return ""
+	})
+	if strings.Contains(told, "orders") {
+		t.Errorf("troubles %q", told)
+	}
+	away.Store(false)
+	waitStored(t, r, 2)
+	eventually(t, time.Minute, func() string {
+		if s := status(t, pool); len(s.Dispatchers[0].Troubles) > 0 {
+			return fmt.Sprintf("troubles %q", s.Dispatchers[0].Troubles)
+		}
+		return ""
+	})
 }

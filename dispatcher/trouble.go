@@ -9,6 +9,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/postroom/postroom/internal/pg"
 )
 
 const (
@@ -101,6 +103,26 @@ func (t *troubles) err() error {
 	}
 	slices.SortFunc(errs, func(a, b error) int { return cmpText(a, b) })
 	return errors.Join(errs...)
+}
+
+const (
+	mostTroubles = 20
+	mostTrouble  = 300 // characters
+)
+
+// texts returns what is wrong at present, in a form that is kept. It changes only when
+// something else is wrong.
+func (t *troubles) texts() []string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	all := []string{}
+	for place, tr := range t.at {
+		if tr.err != nil {
+			all = append(all, pg.CleanText(place+": "+tr.err.Error(), mostTrouble))
+		}
+	}
+	slices.Sort(all)
+	return all[:min(len(all), mostTroubles)]
 }
 
 func cmpText(a, b error) int {

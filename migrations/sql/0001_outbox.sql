@@ -90,14 +90,16 @@ CREATE TABLE "postroom".outbox_lanes (
 INSERT INTO "postroom".outbox_lanes (lane, generation)
 SELECT 1000 + n, 1 FROM generate_series(0, 3) n;
 
--- The dispatchers that are there to own lanes, each until its lease ends. The
--- earlier ones have the larger share where lanes do not divide evenly.
+-- The dispatchers that are there to own lanes, each until its lease ends, and
+-- what was wrong there when they last said so. The earlier ones have the larger
+-- share where lanes do not divide evenly.
 CREATE TABLE "postroom".outbox_dispatchers (
     owner       text        PRIMARY KEY CHECK (owner <> ''),
     joined_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     lease       timestamptz NOT NULL,
     wants       integer     NOT NULL DEFAULT 0 CHECK (wants >= 0),
-    wants_until timestamptz NOT NULL DEFAULT '-infinity'
+    wants_until timestamptz NOT NULL DEFAULT '-infinity',
+    troubles    text[]      NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 50);
 
 -- How far a lane has been published: everything before prev is settled, what
