@@ -119,6 +119,9 @@ func (h *handler) read(w http.ResponseWriter, r *http.Request) (*problem, []byte
 	if r.ContentLength > int64(cfg.MaxRequest) {
 		return &problemRequest, nil, k
 	}
+	if r.Body == nil { // as no server does
+		r.Body = http.NoBody
+	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(cfg.MaxRequest)))
 	if _, tooLarge := errors.AsType[*http.MaxBytesError](err); tooLarge {
 		return &problemRequest, nil, k
