@@ -89,6 +89,7 @@ const runTries = 3
 // passes through, after the key is released.
 func (a *attempt) run(ctx context.Context, work func(context.Context, pgx.Tx) decision) (e end, err error) {
 	defer a.leave()
+	pause := newPauses(10*time.Millisecond, 100*time.Millisecond)
 	for try := 1; ; try++ {
 		tx, err := a.beginAlive(ctx)
 		if err != nil || tx == nil {
@@ -100,6 +101,7 @@ func (a *attempt) run(ctx context.Context, work func(context.Context, pgx.Tx) de
 			a.releaseAfter(ctx, e, d)
 			return e, err
 		}
+		_ = pauseFor(ctx, pause.NextBackOff()) // an ended context shows in work
 	}
 }
 

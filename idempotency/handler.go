@@ -185,7 +185,7 @@ func (h *handler) protected(w http.ResponseWriter, r *http.Request, body []byte,
 // enterPatiently is enter that waits for the end of another run, if it may.
 func (s *store) enterPatiently(ctx context.Context, c call) (*attempt, verdict, *row, error) {
 	begin := time.Now()
-	pause := settlePauses(20*time.Millisecond, time.Second)
+	pause := newPauses(20*time.Millisecond, time.Second)
 	for {
 		a, v, r, err := s.enter(ctx, c)
 		if err != nil || v != verdictInFlight || s.cfg.Wait == 0 {

@@ -122,7 +122,13 @@ func TestFailedCommits(t *testing.T) {
 				t.Error("Rollback succeeded")
 			}
 		}, 500},
-		"rows left open":    {func(ctx context.Context, tx pgx.Tx) { _, _ = tx.Query(ctx, `SELECT 1`) }, 500},
+		"rows left open": {func(ctx context.Context, tx pgx.Tx) { _, _ = tx.Query(ctx, `SELECT 1`) }, 500},
+		"statement left running": {func(ctx context.Context, tx pgx.Tx) {
+			go func() { _, _ = tx.Exec(context.WithoutCancel(ctx), `SELECT pg_sleep(60)`) }()
+			eventually(t, "the statement", func() bool {
+				return len(query(t, pool, `SELECT 'x' FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(60)' AND state = 'active' AND datname = current_database()`)) > 0
+			})
+		}, 500},
 		"connection closed": {func(ctx context.Context, tx pgx.Tx) { _ = tx.Conn().Close(ctx) }, 503},
 		"fence lost": {func(ctx context.Context, tx pgx.Tx) {
 			_, _ = tx.Exec(ctx, `UPDATE postroom.idempotency_keys SET fence = fence + 1`)

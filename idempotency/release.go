@@ -42,7 +42,7 @@ func (a *attempt) release(ctx context.Context) {
 func (a *attempt) markUnknown(ctx context.Context, cause error) (end, error) {
 	patient, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
 	defer cancel()
-	pause := settlePauses(20*time.Millisecond, time.Second)
+	pause := newPauses(20*time.Millisecond, time.Second)
 	n, err := a.leaveAs(patient, stateUnknown)
 	for err != nil && pauseFor(patient, pause.NextBackOff()) == nil {
 		n, err = a.leaveAs(patient, stateUnknown)
@@ -106,7 +106,7 @@ func (a *attempt) settle(ctx context.Context, cause error) (end, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
 	defer cancel()
-	pause := settlePauses(20*time.Millisecond, time.Second)
+	pause := newPauses(20*time.Millisecond, time.Second)
 	for {
 		a.disconnect()
 		e, err := a.settleOnce(ctx)
