@@ -477,7 +477,11 @@ func TestBodyWasReadOutside(t *testing.T) {
 	inner := once(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the handler ran") }))
 	for name, read := range map[string]func(*http.Request){
 		"ParseForm": func(r *http.Request) { _ = r.ParseForm() },
-		"ReadAll":   func(r *http.Request) { _, _ = io.ReadAll(r.Body) },
+		"ParseForm of chunks": func(r *http.Request) {
+			r.ContentLength = -1
+			_ = r.ParseForm()
+		},
+		"ReadAll": func(r *http.Request) { _, _ = io.ReadAll(r.Body) },
 	} {
 		w := httptest.NewRecorder()
 		r := httptest.NewRequestWithContext(t.Context(), "POST", "/", strings.NewReader("a=1"))
