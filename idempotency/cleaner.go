@@ -90,37 +90,33 @@ func (c Cleaner) Clean(ctx context.Context) (answers, keys int64, err error) {
 
 // deleteAnswers deletes a chunk of expired answers, from a time on: behind what the
 // chunk before has deleted, which the index still holds. It passes over what others
-// have locked.
+// have locked. now() ends the scan of the index, as clock_timestamp() would not.
 const deleteAnswers = `
-WITH old AS (
-    SELECT tenant, operation, key FROM "postroom".idempotency_answers
-     WHERE expires_at >= $1::timestamptz AND expires_at <= clock_timestamp()
-     ORDER BY expires_at
-     LIMIT $2::int
-       FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM "postroom".idempotency_answers a
-     USING old
-     WHERE a.tenant = old.tenant AND a.operation = old.operation AND a.key = old.key
- RETURNING a.expires_at AS at
+WITH gone AS (
+    DELETE FROM "postroom".idempotency_answers
+     WHERE ctid = ANY (ARRAY(
+           SELECT ctid FROM "postroom".idempotency_answers
+            WHERE expires_at >= $1::timestamptz AND expires_at <= now()
+            ORDER BY expires_at
+            LIMIT $2::int
+              FOR UPDATE SKIP LOCKED))
+ RETURNING expires_at AS at
 )
 SELECT count(*), coalesce(max(at), $1::timestamptz) FROM gone`
 
 // deleteKeys deletes a chunk of keys. The lock that a running request has on its
 // row, and the lease before it, keep that row.
 const deleteKeys = `
-WITH old AS (
-    SELECT tenant, operation, key FROM "postroom".idempotency_keys
-     WHERE tombstone_until >= $1::timestamptz AND tombstone_until <= clock_timestamp()
-       AND state <> 'unknown' AND locked_until <= clock_timestamp()
-     ORDER BY tombstone_until
-     LIMIT $2::int
-       FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM "postroom".idempotency_keys k
-     USING old
-     WHERE k.tenant = old.tenant AND k.operation = old.operation AND k.key = old.key
- RETURNING k.tombstone_until AS at
+WITH gone AS (
+    DELETE FROM "postroom".idempotency_keys
+     WHERE ctid = ANY (ARRAY(
+           SELECT ctid FROM "postroom".idempotency_keys
+            WHERE tombstone_until >= $1::timestamptz AND tombstone_until <= now()
+              AND state <> 'unknown' AND locked_until <= now()
+            ORDER BY tombstone_until
+            LIMIT $2::int
+              FOR UPDATE SKIP LOCKED))
+ RETURNING tombstone_until AS at
 )
 SELECT count(*), coalesce(max(at), $1::timestamptz) FROM gone`
 

@@ -116,7 +116,8 @@ type Config struct {
 	Optional bool
 
 	// FailOpen has requests run unprotected, without a transaction, where the
-	// database cannot be asked. Default: they are answered 503.
+	// database cannot be asked or gives no connection in time. Default: they are
+	// answered 503.
 	FailOpen bool
 
 	// MaxRequest is the most bytes that a request's body may have. What is larger

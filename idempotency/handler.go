@@ -119,6 +119,9 @@ func (h *handler) read(w http.ResponseWriter, r *http.Request) (*problem, []byte
 	if r.ContentLength > int64(cfg.MaxRequest) {
 		return &problemRequest, nil, k
 	}
+	if r.Body == nil { // as no server does
+		r.Body = http.NoBody
+	}
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(cfg.MaxRequest)))
 	if _, tooLarge := errors.AsType[*http.MaxBytesError](err); tooLarge {
 		return &problemRequest, nil, k
@@ -182,7 +185,7 @@ func (h *handler) protected(w http.ResponseWriter, r *http.Request, body []byte,
 // enterPatiently is enter that waits for the end of another run, if it may.
 func (s *store) enterPatiently(ctx context.Context, c call) (*attempt, verdict, *row, error) {
 	begin := time.Now()
-	pause := settlePauses(20*time.Millisecond, time.Second)
+	pause := newPauses(20*time.Millisecond, time.Second)
 	for {
 		a, v, r, err := s.enter(ctx, c)
 		if err != nil || v != verdictInFlight || s.cfg.Wait == 0 {

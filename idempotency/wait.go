@@ -7,9 +7,9 @@ import (
 	"github.com/cenkalti/backoff/v4"
 )
 
-// settlePauses returns delays that double, drawn from the whole range between
+// newPauses returns delays that double, drawn from the whole range between
 // zero and first, twice first, and so on up to longest.
-func settlePauses(first, longest time.Duration) *backoff.ExponentialBackOff {
+func newPauses(first, longest time.Duration) *backoff.ExponentialBackOff {
 	return backoff.NewExponentialBackOff(
 		backoff.WithInitialInterval(first/2), // the library draws up to twice the interval
 		backoff.WithMaxInterval(longest/2),
