@@ -18,10 +18,17 @@ import (
 // outcome is unknown are kept until it is resolved, and those of a running request
 // as long as it runs.
 //
+// It also forgets calls to other services ([Calls]).
+//
 // Several cleaners may run at a time. Pool must be set.
 type Cleaner struct {
 	Pool   *pgxpool.Pool
 	Schema string // holds Postroom's tables. Default "postroom".
+
+	// CallRetention is how long a call to another service is remembered, from its first
+	// attempt on. A repeat after that is taken for a first attempt, so it must be longer
+	// than any repeat may take. Default 90 days, at least an hour.
+	CallRetention time.Duration
 
 	// Interval is the time between the end of one cleaning and the next.
 	// Default 10min, at least 1ms.
@@ -44,6 +51,12 @@ func (c Cleaner) withDefaults() (Cleaner, error) {
 		bad("%w", err)
 	}
 	c.Schema = schema
+	if c.CallRetention == 0 {
+		c.CallRetention = 90 * 24 * time.Hour
+	}
+	if c.CallRetention < time.Hour {
+		bad("CallRetention is %v, want at least 1h", c.CallRetention)
+	}
 	if c.Interval == 0 {
 		c.Interval = 10 * time.Minute
 	}
@@ -64,12 +77,12 @@ func (c Cleaner) Run(ctx context.Context) error {
 		return err
 	}
 	for ctx.Err() == nil {
-		answers, keys, err := c.clean(ctx)
-		counts := []slog.Attr{slog.Int64("answers", answers), slog.Int64("keys", keys)}
+		answers, keys, calls, err := c.clean(ctx)
+		counts := []slog.Attr{slog.Int64("answers", answers), slog.Int64("keys", keys), slog.Int64("calls", calls)}
 		switch {
 		case err != nil && ctx.Err() == nil:
 			c.Logger.LogAttrs(ctx, slog.LevelWarn, "clean idempotency keys", append(counts, slog.Any("error", err))...)
-		case answers+keys > 0:
+		case answers+keys+calls > 0:
 			c.Logger.LogAttrs(ctx, slog.LevelInfo, "idempotency keys cleaned", counts...)
 		}
 		_ = pauseFor(ctx, c.Interval)
@@ -77,13 +90,13 @@ func (c Cleaner) Run(ctx context.Context) error {
 	return nil
 }
 
-// Clean deletes once what is too old now, and returns how many answers and keys that
-// was, also beside an error. It deletes in chunks that each commit, and rests after
-// each for as long as it took.
-func (c Cleaner) Clean(ctx context.Context) (answers, keys int64, err error) {
+// Clean deletes once what is too old now, and returns how many answers, keys and
+// calls that was, also beside an error. It deletes in chunks that each commit, and
+// rests after each for as long as it took.
+func (c Cleaner) Clean(ctx context.Context) (answers, keys, calls int64, err error) {
 	c, err = c.withDefaults()
 	if err != nil {
-		return 0, 0, err
+		return 0, 0, 0, err
 	}
 	return c.clean(ctx)
 }
@@ -120,24 +133,41 @@ WITH gone AS (
 )
 SELECT count(*), coalesce(max(at), $1::timestamptz) FROM gone`
 
+// deleteCalls deletes a chunk of calls.
+const deleteCalls = `
+WITH gone AS (
+    DELETE FROM "postroom".idempotency_calls
+     WHERE ctid = ANY (ARRAY(
+           SELECT ctid FROM "postroom".idempotency_calls
+            WHERE first_sent >= $1::timestamptz AND first_sent <= now() - $3::interval
+            ORDER BY first_sent
+            LIMIT $2::int
+              FOR UPDATE SKIP LOCKED))
+ RETURNING first_sent AS at
+)
+SELECT count(*), coalesce(max(at), $1::timestamptz) FROM gone`
+
 const cleanChunk = 1000
 
-func (c Cleaner) clean(ctx context.Context) (answers, keys int64, err error) {
+func (c Cleaner) clean(ctx context.Context) (answers, keys, calls int64, err error) {
 	if answers, err = c.delete(ctx, deleteAnswers); err != nil {
-		return answers, 0, fmt.Errorf("idempotency: clean answers: %w", err)
+		return answers, 0, 0, fmt.Errorf("idempotency: clean answers: %w", err)
 	}
 	if keys, err = c.delete(ctx, deleteKeys); err != nil {
-		return answers, keys, fmt.Errorf("idempotency: clean keys: %w", err)
+		return answers, keys, 0, fmt.Errorf("idempotency: clean keys: %w", err)
 	}
-	return answers, keys, nil
+	if calls, err = c.delete(ctx, deleteCalls, c.CallRetention); err != nil {
+		return answers, keys, calls, fmt.Errorf("idempotency: clean calls: %w", err)
+	}
+	return answers, keys, calls, nil
 }
 
-func (c Cleaner) delete(ctx context.Context, sql string) (total int64, err error) {
+func (c Cleaner) delete(ctx context.Context, sql string, more ...any) (total int64, err error) {
 	from := time.Unix(0, 0)
 	for {
 		begin := time.Now()
 		var n int64
-		err := c.Pool.QueryRow(ctx, pg.InSchema(sql, c.Schema), from, cleanChunk).Scan(&n, &from)
+		err := c.Pool.QueryRow(ctx, pg.InSchema(sql, c.Schema), append([]any{from, cleanChunk}, more...)...).Scan(&n, &from)
 		if err != nil {
 			return total, err
 		}

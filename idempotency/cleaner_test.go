@@ -14,7 +14,7 @@ import (
 
 func clean(t *testing.T, pool *pgxpool.Pool, answers, keys int64) {
 	t.Helper()
-	gotAnswers, gotKeys, err := idempotency.Cleaner{Pool: pool}.Clean(t.Context())
+	gotAnswers, gotKeys, _, err := idempotency.Cleaner{Pool: pool}.Clean(t.Context())
 	if err != nil || gotAnswers != answers || gotKeys != keys {
 		t.Errorf("Clean = %d, %d, %v, want %d, %d", gotAnswers, gotKeys, err, answers, keys)
 	}

@@ -40,7 +40,13 @@
 // [Do] runs a function once, [DoTx] does so in the caller's transaction: for jobs,
 // commands, and protocols other than HTTP.
 //
-// Run a [Cleaner] beside them.
+// # Calls to other services
+//
+// A [Transport] gives them keys and repeats them where their outcome is open;
+// [Profile.Key] derives the key for a client of another kind. Where a repeat may come
+// days later, set [Transport.Calls].
+//
+// Run a [Cleaner] beside all of them.
 package idempotency
 
 import (

@@ -214,7 +214,7 @@ func TestClocksDiffer(t *testing.T) {
 			if got := a.post("k1", ""); !got.replayed() {
 				t.Errorf("repeat = %+v", got)
 			}
-			answers, keys, err := idempotency.Cleaner{Pool: pool}.Clean(t.Context())
+			answers, keys, _, err := idempotency.Cleaner{Pool: pool}.Clean(t.Context())
 			if answers+keys != 0 || err != nil {
 				t.Errorf("Clean = %d, %d, %v", answers, keys, err)
 			}

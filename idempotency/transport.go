@@ -301,7 +301,7 @@ func (c *outgoing) run() (*http.Response, error) {
 		defer closeBody(c.req) // what is sent are copies
 	}
 	ctx := c.req.Context()
-	pause := settlePauses(500*time.Millisecond, 10*time.Second)
+	pause := newPauses(500*time.Millisecond, 10*time.Second)
 	for attempt := 1; ; attempt++ {
 		res, err := c.send(ctx, attempt)
 		wait, again := c.again(res, err, pause)

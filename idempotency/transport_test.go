@@ -483,6 +483,13 @@ func TestTransportCalls(t *testing.T) {
 	if err := pool.QueryRow(t.Context(), `SELECT count(*) FROM postroom.idempotency_calls`).Scan(&rows); err != nil || rows != 1 {
 		t.Errorf("%d calls are remembered, %v", rows, err)
 	}
+	age("91 days")
+	if _, _, n, err := (idempotency.Cleaner{Pool: pool}).Clean(t.Context()); n != 1 || err != nil {
+		t.Errorf("%d calls are forgotten, %v, want 1", n, err)
+	}
+	if _, _, _, err := (idempotency.Cleaner{Pool: pool, CallRetention: time.Minute}).Clean(t.Context()); err == nil {
+		t.Error("a CallRetention of a minute is taken")
+	}
 	pool.Close()
 	if err := send(strings.NewReader("10 EUR")); err == nil {
 		t.Error("a call is sent while nothing can be remembered")

@@ -153,12 +153,13 @@ func (c Cleaner) clean(ctx context.Context) (total int64, err error) {
 
 // deleteHandled deletes a chunk of old records, from a time on: behind what the
 // chunk before has deleted, which the index still holds. It passes over what
-// another cleaner is deleting.
+// another cleaner is deleting. now() ends the scan of the index, as
+// clock_timestamp() would not.
 const deleteHandled = `
 WITH old AS (
     SELECT message_id FROM "postroom".processed_messages
      WHERE subscriber_id = $1::text AND outcome IN ('handled', 'once')
-       AND processed_at >= $3::timestamptz AND processed_at < clock_timestamp() - $2::interval
+       AND processed_at >= $3::timestamptz AND processed_at < now() - $2::interval
      ORDER BY processed_at
      LIMIT $4::int
        FOR UPDATE SKIP LOCKED
@@ -176,7 +177,7 @@ const deleteGivenUp = `
 WITH old AS (
     SELECT message_id FROM "postroom".processed_messages p
      WHERE subscriber_id = $1::text AND outcome IN ('dead', 'waiting')
-       AND processed_at >= $3::timestamptz AND processed_at < clock_timestamp() - $2::interval
+       AND processed_at >= $3::timestamptz AND processed_at < now() - $2::interval
        AND NOT EXISTS (SELECT FROM "postroom".inbox_dead_letters d
                         WHERE d.subscriber_id = p.subscriber_id AND d.message_id = p.message_id)
      ORDER BY processed_at

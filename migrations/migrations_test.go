@@ -322,13 +322,13 @@ func TestUpThatFailsLeavesNothing(t *testing.T) {
 		// The last file's statements run into an event trigger after all else is done.
 		exec(t, pool, `CREATE FUNCTION public.refuse() RETURNS event_trigger LANGUAGE plpgsql AS $$
 			BEGIN
-				IF to_regclass('"postroom".idempotency_answers') IS NOT NULL THEN
+				IF to_regclass('"postroom".idempotency_calls') IS NOT NULL THEN
 					RAISE EXCEPTION 'refused by the test';
 				END IF;
 			END $$`)
 		exec(t, pool, `CREATE EVENT TRIGGER refuse ON ddl_command_end EXECUTE FUNCTION public.refuse()`)
 		_, err := migrations.Up(t.Context(), pool, migrations.Config{})
-		if err == nil || !strings.Contains(err.Error(), "refused by the test") || !strings.Contains(err.Error(), "_idempotency") {
+		if err == nil || !strings.Contains(err.Error(), "refused by the test") || !strings.Contains(err.Error(), "_calls") {
 			t.Fatalf("Up under a trigger that refuses the last file: %v, want its error with the file's name", err)
 		}
 		if n := count(t, pool, `SELECT count(*) FROM pg_namespace WHERE nspname = 'postroom'`); n != 0 {
@@ -344,7 +344,7 @@ func TestUpThatFailsLeavesNothing(t *testing.T) {
 // A migration that adds a table adds its name here.
 func TestTables(t *testing.T) {
 	want := []string{
-		"idempotency_answers", "idempotency_keys",
+		"idempotency_answers", "idempotency_calls", "idempotency_keys",
 		"inbox_dead_letters", "inbox_versions", "migrations", "outbox_cursors", "outbox_dispatchers", "outbox_generations",
 		"outbox_lanes", "outbox_messages",
 		"outbox_parked", "outbox_parked_history", "outbox_scheduled", "processed_messages",

@@ -103,12 +103,13 @@ func (c Cleaner) Clean(ctx context.Context) (int64, error) {
 }
 
 // The statements change one chunk of rows that are older than an interval, and pass
-// over what another cleaner is changing.
+// over what another cleaner is changing. now() ends their scan of an index, as
+// clock_timestamp() would not.
 const (
 	dropBodies = `
 WITH old AS (
     SELECT endpoint, delivery_id FROM "postroom".webhook_receipts
-     WHERE body IS NOT NULL AND received_at < clock_timestamp() - $1::interval
+     WHERE body IS NOT NULL AND received_at < now() - $1::interval
      ORDER BY received_at LIMIT $2::int FOR UPDATE SKIP LOCKED
 )
 UPDATE "postroom".webhook_receipts r SET header_names = NULL, header_values = NULL, body = NULL
@@ -117,7 +118,7 @@ UPDATE "postroom".webhook_receipts r SET header_names = NULL, header_values = NU
 	dropConflicts = `
 WITH old AS (
     SELECT endpoint, delivery_id, body_sha256 FROM "postroom".webhook_conflicts
-     WHERE received_at < clock_timestamp() - $1::interval
+     WHERE received_at < now() - $1::interval
      ORDER BY received_at LIMIT $2::int FOR UPDATE SKIP LOCKED
 )
 DELETE FROM "postroom".webhook_conflicts c
@@ -126,7 +127,7 @@ DELETE FROM "postroom".webhook_conflicts c
 	dropReceipts = `
 WITH old AS (
     SELECT endpoint, delivery_id FROM "postroom".webhook_receipts
-     WHERE received_at < clock_timestamp() - $1::interval
+     WHERE received_at < now() - $1::interval
      ORDER BY received_at LIMIT $2::int FOR UPDATE SKIP LOCKED
 )
 DELETE FROM "postroom".webhook_receipts r
