@@ -39,7 +39,7 @@ func startWatched(t testing.TB, pool *pgxpool.Pool, pub broker.Publisher, cfg di
 
 func waitHealthy(t testing.TB, d *dispatcher.Dispatcher) {
 	t.Helper()
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if err := d.Health(); err != nil {
 			return err.Error()
 		}
@@ -154,7 +154,7 @@ func TestBlipSetsNothingAside(t *testing.T) {
 	r := &recorder{answer: f.answer}
 	start(t, pool, r, dispatcher.Config{})
 	write(t, pool, both(0, 20)...)
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if f.tries("lostm0") < 2 {
 			return "not tried again"
 		}
@@ -217,7 +217,7 @@ func TestCase_B08_AllPartsAwayParksNothing(t *testing.T) {
 	start(t, pool, r, dispatcher.Config{})
 	write(t, pool, both(0, 100)...)
 	began := time.Now()
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if time.Since(began) < 2500*time.Millisecond {
 			return "the outage is short"
 		}
@@ -289,7 +289,7 @@ func TestRefusedAmongWaiting(t *testing.T) {
 	write(t, pool, both(50, 10)...)
 	waitStored(t, r, 82+10+6)
 	waitParked(t, pool, 22)
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := scanSQL[int](t, pool, `SELECT count(*) FROM postroom.outbox_parked WHERE state = 'refused'`); n != 2 {
 			return fmt.Sprintf("%d messages are refused, want 2", n)
 		}

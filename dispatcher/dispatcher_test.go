@@ -130,7 +130,7 @@ func eventually(t testing.TB, within time.Duration, check func() string) {
 
 func waitStored(t testing.TB, r *recorder, n int) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if got := len(r.firsts()); got != n {
 			return fmt.Sprintf("%d messages are published, want %d", got, n)
 		}

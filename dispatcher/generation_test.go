@@ -69,7 +69,7 @@ func TestSetLanesWhileRunning(t *testing.T) {
 		for _, n := range []int{2, 6, 3} { // the next before the former has begun
 			setLanes(t, pool, n)
 		}
-		eventually(t, 20*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if n := one[int](t, pool, `SELECT count(*) FROM postroom.outbox_lanes WHERE drained_at IS NULL`); n != 3 {
 				return fmt.Sprint(n, " lanes are not drained, want those of the newest generation")
 			}
@@ -100,7 +100,7 @@ func TestNewGenerationWaitsForTheFormer(t *testing.T) {
 	write(t, pool, numbered("orders", 20, 100, 100)...)
 	again := &recorder{}
 	second := join(t, pool, again, dispatcher.Config{}) // it has nothing to drain
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := one[int](t, pool, `SELECT count(*) FROM postroom.outbox_dispatchers`); n != 2 {
 			return "the second has not joined"
 		}
@@ -115,7 +115,7 @@ func TestNewGenerationWaitsForTheFormer(t *testing.T) {
 	all := func() *recorder {
 		return &recorder{stored: append(r.messages(), again.messages()...)}
 	}
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := len(all().firsts()); n != 200 {
 			return fmt.Sprint(n, " are published")
 		}
@@ -256,7 +256,7 @@ func TestParkedMessagesChangeLanes(t *testing.T) {
 	setLanes(t, pool, 64)
 	write(t, pool, numbered("orders", 6, 12, 12)...)
 	waitStored(t, r, 8+8)
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := len(parked(t, pool)); n != 8 {
 			return fmt.Sprint(n, " messages are parked, want m3, m4 and those behind them")
 		}
@@ -286,7 +286,7 @@ func TestDrainedLanesAreForgotten(t *testing.T) {
 		t.Fatal(err)
 	}
 	join(t, pool, r, dispatcher.Config{})
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		lanes := one[string](t, pool, `SELECT string_agg(lane::text, ' ' ORDER BY lane) FROM postroom.outbox_lanes`)
 		cursors := one[string](t, pool, `SELECT string_agg(DISTINCT lane::text, ' ') FROM postroom.outbox_cursors`)
 		if lanes != "1003 2000 2001" || !strings.HasPrefix(cursors, "1003") {

@@ -87,7 +87,7 @@ func scanSQL[T any](t testing.TB, pool *pgxpool.Pool, sql string, args ...any) (
 
 func waitParked(t testing.TB, pool *pgxpool.Pool, n int) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if got := scanSQL[int](t, pool, `SELECT count(*) FROM postroom.outbox_parked`); got != n {
 			return fmt.Sprintf("%d messages are parked, want %d", got, n)
 		}
@@ -127,7 +127,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		soon := func() {
 			execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now() WHERE state = 'refused'`)
 		}
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			soon()
 			if n := f.tries("m0"); n < 4 {
 				return fmt.Sprintf("%d attempts", n)
@@ -139,7 +139,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		}
 		f.take("m0")
 		write(t, pool, numbered("orders", 2, 60, 40)...)
-		eventually(t, 20*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			soon()
 			if n := len(r.firsts()); n != 100 {
 				return fmt.Sprintf("%d messages are published, want 100", n)
@@ -165,7 +165,7 @@ func TestLastAttempt(t *testing.T) {
 	r := &recorder{answer: f.answer}
 	start(t, pool, r, dispatcher.Config{MaxAttempts: 3})
 	write(t, pool, numbered("orders", 1, 0, 2)...)
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now() WHERE due_at > now()`)
 		if n := f.tries("m0"); n < 3 {
 			return fmt.Sprintf("%d attempts", n)
@@ -206,7 +206,7 @@ func TestRequeue(t *testing.T) {
 		requeue(dispatcher.Filter{ID: "m0", Topic: "orders", Key: "k0", Error: "large"}, 1)
 		waitStored(t, r, 41+7)
 		waitParked(t, pool, 13)
-		eventually(t, 5*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if scanSQL[int](t, pool, `SELECT count(*) FROM postroom.outbox_parked WHERE message_id = 'm21' AND state = 'refused'`) == 0 {
 				return "m21 is not refused"
 			}
@@ -494,7 +494,7 @@ func TestAttemptIsCountedBeforeItIsMade(t *testing.T) {
 	outcome = broker.Result{Outcome: broker.Unreachable, Err: errors.New("away")}
 	r.mu.Unlock()
 	execSQL(t, pool, `UPDATE postroom.outbox_parked SET due_at = now(), attempts = 1`)
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if d := during.Load(); d == nil || *d != "2 attempts, due t" {
 			return "not tried as the second attempt"
 		}
@@ -530,7 +530,7 @@ func TestDiscardWhileTried(t *testing.T) {
 				t.Fatal(n, err)
 			}
 			waitParked(t, pool, 0)
-			eventually(t, 5*time.Second, func() string {
+			eventually(t, time.Minute, func() string {
 				if got := strings.Join(r.firsts(), ","); !strings.HasSuffix(got, "m1,m2,m3,m4") {
 					return "published " + got
 				}

@@ -78,7 +78,7 @@ func TestDeathsAreForgotten(t *testing.T) {
 
 func eventuallyNoStarts(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if one[bool](t, pool, `SELECT bool_or(starts > 0 OR suspect) FROM postroom.outbox_lanes`) {
 			return "deaths are still counted"
 		}

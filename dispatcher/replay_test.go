@@ -45,7 +45,7 @@ func TestReplay(t *testing.T) {
 			ID: "odd", Topic: "odd", EmptyKey: true, Payload: []byte{0, 255},
 			Headers: []postroom.Header{{Name: "a", Value: []byte{1}}, {Name: "a", Value: nil}},
 		})
-		eventually(t, 20*time.Second, func() string { // m30's key waits
+		eventually(t, time.Minute, func() string { // m30's key waits
 			if n := len(first.messages()) + len(parked(t, pool)); n != 501 {
 				return fmt.Sprintf("%d of 501 settled", n)
 			}

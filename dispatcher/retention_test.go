@@ -43,7 +43,7 @@ func age(t testing.TB, pool *pgxpool.Pool, by time.Duration) {
 
 func waitRetained(t testing.TB, pool *pgxpool.Pool, want int) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := retained(t, pool); n != want {
 			return fmt.Sprintf("%d messages are retained, want %d", n, want)
 		}
@@ -54,7 +54,7 @@ func waitRetained(t testing.TB, pool *pgxpool.Pool, want int) {
 // waitSettled waits until the newest cursors say that all is published.
 func waitSettled(t testing.TB, pool *pgxpool.Pool) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := count(t, pool, `
 			SELECT count(*) FROM (SELECT DISTINCT ON (lane, origin) last_id FROM postroom.outbox_cursors
 			                       ORDER BY lane, origin, number DESC) c
@@ -124,7 +124,7 @@ func TestCase_B11_CleanerFinishesABacklog(t *testing.T) {
 		published(t, pool, 20, n)
 		r := &recorder{}
 		stop := start(t, pool, r, dispatcher.Config{})
-		eventually(t, 20*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if retained(t, pool) > n*9/10 {
 				return "the cleaner has not come far"
 			}
@@ -171,7 +171,7 @@ func TestCase_B12_OnlyPublishedIsDeleted(t *testing.T) {
 		one = append(one, m)
 	}
 	write(t, pool, one...)
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if parked(t, pool) == nil {
 			return "nothing is parked"
 		}
@@ -182,7 +182,7 @@ func TestCase_B12_OnlyPublishedIsDeleted(t *testing.T) {
 	})
 	for round := range 3 { // of the cleaner, seen by what it deletes in other lanes
 		write(t, pool, numbered("others", 20, 100*(round+1), 20)...)
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if n := count(t, pool, `SELECT count(*) FROM postroom.outbox_messages
 				WHERE lane <> (SELECT lane FROM postroom.outbox_messages WHERE message_id = 'm20')`); n > 0 {
 				return fmt.Sprintf("%d messages are left in lanes where all are published", n)

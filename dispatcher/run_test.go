@@ -114,7 +114,7 @@ func TestStopInsideAPage(t *testing.T) {
 	write(t, pool, numbered("orders", 1, 0, 100)...)
 	stop := start(t, pool, r, dispatcher.Config{})
 	waitStored(t, r, 50)
-	eventually(t, 5*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if r.calls < 3 {
@@ -310,7 +310,7 @@ func TestFieldsSurvive(t *testing.T) {
 				}
 				before := len(r.messages())
 				write(t, pool, msgs...)
-				eventually(t, 10*time.Second, func() string {
+				eventually(t, time.Minute, func() string {
 					if n := len(r.messages()) - before; n != len(msgs) {
 						return fmt.Sprintf("%d published", n)
 					}

@@ -48,7 +48,7 @@ func join(t testing.TB, pool *pgxpool.Pool, r broker.Publisher, cfg dispatcher.C
 // first, and every lane has one owner.
 func waitShares(t testing.TB, members []member, want ...int) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		var got, lanes []int
 		for _, m := range members {
 			held := m.Lanes().Held
@@ -158,7 +158,7 @@ func TestLanesAreNotLeftToTheDead(t *testing.T) {
 	}
 	t.Cleanup(traced.Close)
 	second := join(t, traced, &recorder{}, dispatcher.Config{}) // the fifth: it has no share
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if n := looks.n.Load(); n < 4 { // by then the first has looked too
 			return fmt.Sprint("it has looked around ", n, " times")
 		}
@@ -317,7 +317,7 @@ func TestCase_B32_IdleCostOfManyLanes(t *testing.T) {
 	waitShares(t, members, 32, 32)
 	write(t, direct, numbered("orders", 1000, 0, 1000)...)
 	waitStored(t, r, 1000)
-	eventually(t, 30*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		before, began := count.n.Load(), time.Now()
 		for time.Since(began) < time.Second {
 			select {

@@ -17,7 +17,7 @@ type Status struct {
 	Heads []HeadStatus // refused messages, the oldest first, at most 100
 
 	// Dispatchers are those that are there or were a while ago, at most 100.
-	Dispatchers []DispatcherStatus
+	Dispatchers []InstanceStatus
 
 	Refused, Waiting, Scheduled Count
 
@@ -68,8 +68,8 @@ type HeadStatus struct {
 	Waiting  Count // messages of its topic and key behind it
 }
 
-// DispatcherStatus is a dispatcher, as it has last said of itself.
-type DispatcherStatus struct {
+// InstanceStatus is a dispatcher, as it has last said of itself.
+type InstanceStatus struct {
 	Owner string
 	Lease time.Time // it is gone where this has passed
 
@@ -235,7 +235,7 @@ func (s *Status) addHead(row pgx.CollectableRow) error {
 }
 
 func (s *Status) addDispatcher(row pgx.CollectableRow) error {
-	var d DispatcherStatus
+	var d InstanceStatus
 	err := row.Scan(&d.Owner, &d.Lease, &d.Troubles)
 	s.Dispatchers = append(s.Dispatchers, d)
 	return err

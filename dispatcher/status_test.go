@@ -47,7 +47,7 @@ func TestReadStatus(t *testing.T) {
 		write(t, pool, numbered("orders", 3, 0, 30)...) // m3 is refused, and 8 wait
 		waitStored(t, r, 21)
 		waitSettled(t, pool)
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if n, _ := unpublished(status(t, pool)); n != 0 {
 				return fmt.Sprintf("%d messages are unpublished", n)
 			}

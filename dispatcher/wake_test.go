@@ -37,7 +37,7 @@ func TestWake(t *testing.T) {
 	write(t, pool, numbered("orders", 1, 0, 1)...)
 	waitStored(t, r, 1)
 	idle := time.Now()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if time.Since(idle) < 10*time.Second { // a poll every half second by then
 			return "it has not been idle for long"
 		}

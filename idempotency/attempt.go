@@ -14,6 +14,7 @@ import (
 
 	"github.com/postroom/postroom/internal/handlertx"
 	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // attempt holds a key under a fence, and the connection for its transaction. One
@@ -89,7 +90,7 @@ const runTries = 3
 // passes through, after the key is released.
 func (a *attempt) run(ctx context.Context, work func(context.Context, pgx.Tx) decision) (e end, err error) {
 	defer a.leave()
-	pause := newPauses(10*time.Millisecond, 100*time.Millisecond)
+	pause := waits.Growing(10*time.Millisecond, 100*time.Millisecond)
 	for try := 1; ; try++ {
 		tx, err := a.beginAlive(ctx)
 		if err != nil || tx == nil {
@@ -101,7 +102,7 @@ func (a *attempt) run(ctx context.Context, work func(context.Context, pgx.Tx) de
 			a.releaseAfter(ctx, e, d)
 			return e, err
 		}
-		_ = pauseFor(ctx, pause.NextBackOff()) // an ended context shows in work
+		_ = waits.For(ctx, pause.NextBackOff()) // an ended context shows in work
 	}
 }
 

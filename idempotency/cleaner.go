@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // A Cleaner deletes answers that have expired and, later, the keys themselves, as
@@ -85,7 +86,7 @@ func (c Cleaner) Run(ctx context.Context) error {
 		case answers+keys+calls > 0:
 			c.Logger.LogAttrs(ctx, slog.LevelInfo, "idempotency keys cleaned", counts...)
 		}
-		_ = pauseFor(ctx, c.Interval)
+		_ = waits.For(ctx, c.Interval)
 	}
 	return nil
 }
@@ -175,7 +176,7 @@ func (c Cleaner) delete(ctx context.Context, sql string, more ...any) (total int
 		if n < cleanChunk {
 			return total, nil
 		}
-		if err := pauseFor(ctx, time.Since(begin)); err != nil {
+		if err := waits.For(ctx, time.Since(begin)); err != nil {
 			return total, err
 		}
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // scope is what a protected handler's context holds.
@@ -185,14 +186,14 @@ func (h *handler) protected(w http.ResponseWriter, r *http.Request, body []byte,
 // enterPatiently is enter that waits for the end of another run, if it may.
 func (s *store) enterPatiently(ctx context.Context, c call) (*attempt, verdict, *row, error) {
 	begin := time.Now()
-	pause := newPauses(20*time.Millisecond, time.Second)
+	pause := waits.Growing(20*time.Millisecond, time.Second)
 	for {
 		a, v, r, err := s.enter(ctx, c)
 		if err != nil || v != verdictInFlight || s.cfg.Wait == 0 {
 			return a, v, r, err
 		}
 		rest := s.cfg.Wait - time.Since(begin)
-		if rest <= 0 || pauseFor(ctx, min(rest, pause.NextBackOff())) != nil {
+		if rest <= 0 || waits.For(ctx, min(rest, pause.NextBackOff())) != nil {
 			return a, v, r, err
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // releaseOwn lets the next attempt run at once. A row that is locked it leaves to
@@ -42,9 +43,9 @@ func (a *attempt) release(ctx context.Context) {
 func (a *attempt) markUnknown(ctx context.Context, cause error) (end, error) {
 	patient, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
 	defer cancel()
-	pause := newPauses(20*time.Millisecond, time.Second)
+	pause := waits.Growing(20*time.Millisecond, time.Second)
 	n, err := a.leaveAs(patient, stateUnknown)
-	for err != nil && pauseFor(patient, pause.NextBackOff()) == nil {
+	for err != nil && waits.For(patient, pause.NextBackOff()) == nil {
 		n, err = a.leaveAs(patient, stateUnknown)
 	}
 	if err == nil && n == 0 {
@@ -83,7 +84,7 @@ func (a *attempt) leaveAs(ctx context.Context, state string) (changed int, err e
 		if try == releaseTries || changed > 0 || !a.elsewhere || err != nil && !lost {
 			return changed, err
 		}
-		if err := pauseFor(ctx, time.Duration(try)*releasePause); err != nil {
+		if err := waits.For(ctx, time.Duration(try)*releasePause); err != nil {
 			return changed, err
 		}
 	}
@@ -106,7 +107,7 @@ func (a *attempt) settle(ctx context.Context, cause error) (end, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
 	defer cancel()
-	pause := newPauses(20*time.Millisecond, time.Second)
+	pause := waits.Growing(20*time.Millisecond, time.Second)
 	for {
 		a.disconnect()
 		e, err := a.settleOnce(ctx)
@@ -116,7 +117,7 @@ func (a *attempt) settle(ctx context.Context, cause error) (end, error) {
 		if err == nil {
 			return e, cause
 		}
-		if isCode(err, "55P03") || pauseFor(ctx, pause.NextBackOff()) != nil {
+		if isCode(err, "55P03") || waits.For(ctx, pause.NextBackOff()) != nil {
 			return endPending, errors.Join(cause, err)
 		}
 	}

@@ -20,6 +20,7 @@ import (
 	"github.com/cenkalti/backoff/v4"
 
 	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // A Transport is an [http.RoundTripper] that gives each call to another service a key,
@@ -301,7 +302,7 @@ func (c *outgoing) run() (*http.Response, error) {
 		defer closeBody(c.req) // what is sent are copies
 	}
 	ctx := c.req.Context()
-	pause := newPauses(500*time.Millisecond, 10*time.Second)
+	pause := waits.Growing(500*time.Millisecond, 10*time.Second)
 	for attempt := 1; ; attempt++ {
 		res, err := c.send(ctx, attempt)
 		wait, again := c.again(res, err, pause)
@@ -309,7 +310,7 @@ func (c *outgoing) run() (*http.Response, error) {
 			return res, err
 		}
 		drain(res)
-		if err := pauseFor(ctx, wait); err != nil {
+		if err := waits.For(ctx, wait); err != nil {
 			return nil, err
 		}
 	}

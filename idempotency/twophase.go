@@ -8,6 +8,8 @@ import (
 	"sync"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/postroom/postroom/internal/waits"
 )
 
 var (
@@ -141,7 +143,7 @@ func (a *attempt) renew(ctx context.Context, lost context.CancelCauseFunc) (stop
 	ctx, cancel := context.WithCancel(ctx)
 	var beat sync.WaitGroup
 	beat.Go(func() {
-		for pauseFor(ctx, a.s.cfg.Lease/3) == nil {
+		for waits.For(ctx, a.s.cfg.Lease/3) == nil {
 			n, err := a.s.renewOnce(ctx, a.id, a.fence)
 			switch {
 			case err == nil && n == 0:

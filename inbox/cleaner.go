@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // A Cleaner deletes the records of messages and of actions ([Once]) that are
@@ -93,7 +94,7 @@ func (c Cleaner) Run(ctx context.Context) error {
 		return err
 	}
 	pause := c.Delay
-	for wait(ctx, pause) == nil {
+	for waits.For(ctx, pause) == nil {
 		n, err := c.clean(ctx)
 		switch {
 		case err != nil && ctx.Err() == nil:
@@ -208,7 +209,7 @@ func (c Cleaner) delete(
 		if n < cleanChunk {
 			return total, nil
 		}
-		if err := wait(ctx, time.Since(begin)); err != nil {
+		if err := waits.For(ctx, time.Since(begin)); err != nil {
 			return total, err
 		}
 	}

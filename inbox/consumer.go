@@ -14,6 +14,7 @@ import (
 
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/broker"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // ErrDrainTimeout is matched by the error of [Consumer.Run] when handlers were
@@ -297,7 +298,7 @@ func (c *Consumer) delay(t *task, err error) time.Duration {
 		return d
 	}
 	if t.delays == nil {
-		t.delays = newBackoff(c.box.cfg.RetryDelay, c.box.cfg.MaxRetryDelay)
+		t.delays = waits.Growing(c.box.cfg.RetryDelay, c.box.cfg.MaxRetryDelay)
 	}
 	return t.delays.NextBackOff()
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/postroom/postroom/internal/pgtest"
 )
 
-const patience = 30 * time.Second // for what must happen
+const patience = time.Minute // for what must happen
 
 // newPool returns a database with a table for effects.
 func newPool(t testing.TB, s *pgtest.Server) *pgxpool.Pool {

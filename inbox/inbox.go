@@ -48,6 +48,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 var (
@@ -142,7 +143,7 @@ func Handle(
 		return Failed, fmt.Errorf("inbox: %w", &postroom.InvalidError{Field: "ID", Problem: problem})
 	}
 	b := newBox(pool, subscriber, cfg)
-	pause := newBackoff(handlePause, time.Second)
+	pause := waits.Growing(handlePause, time.Second)
 	for try := 1; ; try++ {
 		result, f := b.attempt(ctx, m, recordNew(), h)
 		if f == nil {
@@ -151,7 +152,7 @@ func Handle(
 		if !f.trouble || try == handleTries || timedOutOnLock(f) || ctx.Err() != nil {
 			return Failed, f
 		}
-		if wait(ctx, pause.NextBackOff()) != nil {
+		if waits.For(ctx, pause.NextBackOff()) != nil {
 			return Failed, f
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/cenkalti/backoff/v4"
 
 	"github.com/postroom/postroom/broker"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 const (
@@ -304,7 +305,7 @@ func (r *run) away(err error) {
 		case <-r.c.begun: // of the last outage
 		default:
 		}
-		r.outage = &outage{pause: newBackoff(r.c.box.cfg.RetryDelay, r.c.box.cfg.MaxRetryDelay)}
+		r.outage = &outage{pause: waits.Growing(r.c.box.cfg.RetryDelay, r.c.box.cfg.MaxRetryDelay)}
 	case !r.outage.probing:
 		return // it had begun before the pause
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/internal/handlertx"
 	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/internal/waits"
 	"github.com/postroom/postroom/outbox"
 )
 
@@ -208,14 +209,14 @@ SELECT EXISTS (SELECT FROM "postroom".processed_messages
 func (b *box) isRecorded(ctx context.Context, id string, outcomes []string) bool {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookUpTime)
 	defer cancel()
-	pause := newBackoff(20*time.Millisecond, time.Second)
+	pause := waits.Growing(20*time.Millisecond, time.Second)
 	for range lookUpTries {
 		var recorded bool
 		err := b.pool.QueryRow(ctx, pg.InSchema(selectRecorded, b.cfg.Schema), b.subscriber, id, outcomes).Scan(&recorded)
 		if err == nil {
 			return recorded
 		}
-		if wait(ctx, pause.NextBackOff()) != nil {
+		if waits.For(ctx, pause.NextBackOff()) != nil {
 			return false
 		}
 	}

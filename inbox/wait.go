@@ -6,33 +6,7 @@ import (
 	"fmt"
 	"sync"
 	"time"
-
-	"github.com/cenkalti/backoff/v4"
 )
-
-// newBackoff returns delays that double, drawn from the whole range between
-// zero and first, twice first, and so on up to longest.
-func newBackoff(first, longest time.Duration) *backoff.ExponentialBackOff {
-	return backoff.NewExponentialBackOff(
-		backoff.WithInitialInterval(first/2), // the library draws up to twice the interval
-		backoff.WithMaxInterval(longest/2),
-		backoff.WithMultiplier(2),
-		backoff.WithRandomizationFactor(1),
-		backoff.WithMaxElapsedTime(0), // never ends by itself
-	)
-}
-
-// wait returns after d, or earlier with ctx's error when ctx ends.
-func wait(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
 
 // errNoAnswer is the cause of a context that deadlines has ended.
 var errNoAnswer = errors.New("the database did not answer in time")

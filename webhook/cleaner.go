@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/postroom/postroom/internal/pg"
+	"github.com/postroom/postroom/internal/waits"
 )
 
 // A Cleaner drops what receipts keep of old deliveries, and forgets them later. A
@@ -85,7 +86,7 @@ func (c Cleaner) Run(ctx context.Context) error {
 		case n > 0:
 			c.Logger.LogAttrs(ctx, slog.LevelInfo, "webhook receipts cleaned", slog.Int64("count", n))
 		}
-		if wait(ctx, c.Interval) != nil {
+		if waits.For(ctx, c.Interval) != nil {
 			return nil
 		}
 	}
@@ -161,19 +162,8 @@ func (c Cleaner) change(ctx context.Context, sql string, age time.Duration) (tot
 		if tag.RowsAffected() < cleanChunk {
 			return total, nil
 		}
-		if err := wait(ctx, time.Since(begin)); err != nil {
+		if err := waits.For(ctx, time.Since(begin)); err != nil {
 			return total, err
 		}
-	}
-}
-
-func wait(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
 	}
 }

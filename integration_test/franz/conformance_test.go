@@ -52,7 +52,7 @@ func conformance(t *testing.T, r *rig) {
 			return func() error { all.refuse.Store(false); return nil }, nil
 		},
 		ServerPackages: []string{"franz-go/pkg/kfake", "franz_test.(*rig)"},
-		Patience:       20 * time.Second,
+		Patience:       time.Minute,
 		Quiet:          700 * time.Millisecond,
 		Skip: map[string]string{
 			"FailureStopsItsKey": "a batch of a partition fails as a whole; B97 tests it",

@@ -55,7 +55,7 @@ func (c *consumer) next() broker.Delivery {
 		return d
 	case err := <-c.ended:
 		c.t.Fatalf("Subscribe = %v, want a delivery", err)
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		c.t.Fatal("nothing is delivered")
 	}
 	return nil

@@ -188,7 +188,7 @@ func (r *rig) failNext(n int, code *kerr.Error) {
 func (r *rig) read(topic string, n int) []*kgo.Record {
 	r.t.Helper()
 	cl := newClient(r.t, r.brokers, kgo.ConsumeTopics(topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
-	ctx, cancel := context.WithTimeout(r.t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(r.t.Context(), time.Minute)
 	defer cancel()
 	var all []*kgo.Record
 	for len(all) < n {

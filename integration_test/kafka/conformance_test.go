@@ -46,7 +46,7 @@ func conformance(t *testing.T, r *rig) {
 			all.cut()
 			return func() error { all.refuse.Store(false); return nil }, nil
 		},
-		Patience:       20 * time.Second,
+		Patience:       time.Minute,
 		Quiet:          600 * time.Millisecond,
 		ServerPackages: []string{"github.com/twmb/franz-go/pkg/kfake", "github.com/twmb/franz-go/pkg/kgo"},
 		Skip: map[string]string{

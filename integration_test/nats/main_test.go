@@ -133,7 +133,7 @@ func (r *rig) stored(topic string) (ids []string) {
 // until polls a condition.
 func until(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	deadline := time.NewTimer(20 * time.Second)
+	deadline := time.NewTimer(time.Minute)
 	defer deadline.Stop()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
@@ -189,7 +189,7 @@ func (m *member) next() broker.Delivery {
 	case err := <-m.ended:
 		m.ended <- err
 		m.t.Fatalf("Subscribe returned: %v", err)
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		m.t.Fatal("no message came")
 	}
 	return nil
@@ -212,7 +212,7 @@ func (m *member) stop() {
 		if err != nil {
 			m.t.Fatalf("Subscribe = %v", err)
 		}
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		m.t.Fatal("Subscribe does not return")
 	}
 }

@@ -170,7 +170,7 @@ func (p *child) stop(t testing.TB) {
 		if err != nil {
 			t.Errorf("a dispatcher that was stopped: %v", err)
 		}
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		t.Errorf("a dispatcher has not stopped 20s after SIGTERM")
 		p.kill()
 	}

@@ -110,7 +110,7 @@ func burn(t testing.TB, db queryer, n int) (last int64) {
 // reconnected waits until a pool has left the connections that a crash cut.
 func reconnected(t testing.TB, pool *pgxpool.Pool) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if err := pool.Ping(t.Context()); err != nil {
 			return err.Error()
 		}
@@ -124,7 +124,7 @@ func reconnected(t testing.TB, pool *pgxpool.Pool) {
 func waitRows(t *testing.T, db *pgxpool.Pool, r *recorder) {
 	t.Helper()
 	want := rows(t, db)
-	eventually(t, 15*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		if ids := missing(want, arrived(r.messages())); ids != "" {
 			return "committed and not published: " + ids
 		}
@@ -154,7 +154,7 @@ func TestCrashAfterEmptyPolls(t *testing.T) {
 			}
 			before := burn(t, writer, 300)
 			polls := h.ended(pollPart)
-			eventually(t, 10*time.Second, func() string {
+			eventually(t, time.Minute, func() string {
 				if h.ended(pollPart) < polls+3 {
 					return "the dispatcher does not poll"
 				}
@@ -203,7 +203,7 @@ func TestCrashDuringSlowPublish(t *testing.T) {
 			slow.Store(true)
 			write(t, writer, numbered(20, next, 20)...) // all lanes are busy
 			next += 20
-			eventually(t, 10*time.Second, func() string {
+			eventually(t, time.Minute, func() string {
 				if h.ended(beginPart) < begun+4 {
 					return "not all lanes have read their messages"
 				}
@@ -230,7 +230,7 @@ func TestCrashDuringSlowPublish(t *testing.T) {
 			begun = h.ended(beginPart)
 			slow.Store(false)
 			close(open)
-			eventually(t, 20*time.Second, func() string {
+			eventually(t, time.Minute, func() string {
 				if h.ended(beginPart) < begun+4 {
 					return "not all lanes have gone on"
 				}

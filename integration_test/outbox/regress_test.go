@@ -23,7 +23,7 @@ func TestParkedKeyHoldsAfterRestart(t *testing.T) {
 		first := &recorder{refuse: refuse}
 		stop := start(t, connect(t, u, h.watch), first, cfg)
 		write(t, writer, numbered(1, 0, 3)...)
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if h.ended(behindPart) == 0 {
 				return "the dispatcher has not come to the second page"
 			}
@@ -32,7 +32,7 @@ func TestParkedKeyHoldsAfterRestart(t *testing.T) {
 		stop()
 		second := &recorder{refuse: refuse}
 		start(t, connect(t, u), second, cfg)
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if n := scan[int](t, writer, `SELECT count(*) FROM "postroom".outbox_parked`); n != 3 {
 				return "not all three messages of the key are set aside"
 			}
@@ -54,7 +54,7 @@ func TestCursorsAreThinnedUnderTraffic(t *testing.T) {
 		r := &recorder{}
 		start(t, connect(t, u), r, quick())
 		n := 0
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			write(t, writer, numbered(50, n, 50)...) // for all lanes, again and again
 			n += 50
 			pause(t.Context(), 20*time.Millisecond)

@@ -230,7 +230,7 @@ func TestParkingWaitsForATakeover(t *testing.T) {
 			exec(t, tx, `UPDATE "postroom".outbox_lanes SET fence = 8, owner = 'other' WHERE lane = $1`, lane)
 			done := make(chan int, 1)
 			go func() { done <- count(t, pool, statement(t, name), args...) }()
-			eventually(t, 10*time.Second, func() string {
+			eventually(t, time.Minute, func() string {
 				if scan[int](t, pool, `SELECT count(*) FROM pg_locks WHERE NOT granted`) == 0 {
 					return name + " does not wait"
 				}
@@ -271,7 +271,7 @@ func TestCase_B01_OpenTransactionIsNotPassed(t *testing.T) {
 		write(t, pool, numbered(1, 1, 1)...)
 		waitNumbers(t, r, 1, 2)
 		commit(t, a)
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			return missing(map[string]bool{"m0": true, "m1": true}, arrived(r.messages()))
 		})
 
@@ -307,7 +307,7 @@ func TestCase_B01_OpenTransactionIsNotPassed(t *testing.T) {
 				want[fmt.Sprint("m", 100+w)] = true
 			}
 		}
-		eventually(t, 10*time.Second, func() string { return missing(want, arrived(r.messages())) })
+		eventually(t, time.Minute, func() string { return missing(want, arrived(r.messages())) })
 		if extra := missing(arrived(r.messages()), want); extra != "" {
 			t.Errorf("published although rolled back: %s", extra)
 		}
@@ -352,7 +352,7 @@ func TestCase_B02_OrderIsThatOfTheRowLock(t *testing.T) {
 			if together {
 				start(t, connect(t, u), r, quick())
 			}
-			eventually(t, 10*time.Second, func() string {
+			eventually(t, time.Minute, func() string {
 				if len(r.messages()) < 2 {
 					return "not both are published"
 				}
@@ -388,7 +388,7 @@ func TestCase_B18_OldWhenItBecomesVisible(t *testing.T) {
 		waitNumbers(t, r, 0, 1)
 		waitCursors(t, pool)
 		polls := h.ended(pollPart)
-		eventually(t, 10*time.Second, func() string {
+		eventually(t, time.Minute, func() string {
 			if h.ended(pollPart) < polls+10 {
 				return "the dispatchers do not poll"
 			}

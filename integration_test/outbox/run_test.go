@@ -57,13 +57,13 @@ func start(t testing.TB, pool *pgxpool.Pool, pub broker.Publisher, cfg dispatche
 // order per key.
 func waitNumbers(t testing.TB, r *recorder, from, to int) {
 	t.Helper()
-	eventually(t, 20*time.Second, func() string { return wantNumbers(r.messages(), from, to) })
+	eventually(t, time.Minute, func() string { return wantNumbers(r.messages(), from, to) })
 }
 
 // waitCursors waits until every lane's newest cursor says settled.
 func waitCursors(t testing.TB, db queryer) {
 	t.Helper()
-	eventually(t, 10*time.Second, func() string {
+	eventually(t, time.Minute, func() string {
 		n := scan[int](t, db, `SELECT count(*) FROM (SELECT DISTINCT ON (lane, origin) last_id
 			FROM "postroom".outbox_cursors ORDER BY lane, origin, number DESC) c WHERE last_id <> 9223372036854775807`)
 		if n > 0 {

@@ -113,7 +113,7 @@ func TestPromotedStandby(t *testing.T) {
 				}
 				before := burn(t, old, 400)
 				polls := h.ended(pollPart)
-				eventually(t, 10*time.Second, func() string {
+				eventually(t, time.Minute, func() string {
 					if h.ended(pollPart) < polls+3 {
 						return "the dispatcher does not poll"
 					}
@@ -134,7 +134,7 @@ func TestPromotedStandby(t *testing.T) {
 					t.Errorf("transaction id %d is new: want ids given out a second time, up to %d", last, before)
 				}
 				want := rows(t, writer)
-				eventually(t, 20*time.Second, func() string {
+				eventually(t, time.Minute, func() string {
 					if ids := missing(want, arrived(r.messages())); ids != "" {
 						return "committed and not published: " + ids
 					}

@@ -17,7 +17,7 @@ import (
 )
 
 // waitTime bounds what must happen within seconds.
-const waitTime = 20 * time.Second
+const waitTime = time.Minute
 
 func itoa(n int) string { return strconv.Itoa(n) }
 
