@@ -57,6 +57,12 @@ const receiveTries = 3
 // errKey says that Config.Key, or what it returned, is at fault.
 var errKey = errors.New("the message cannot be made")
 
+func (h *Handler) takeInTime(ctx context.Context, header http.Header, body []byte, proof Proof) (outcome, error) {
+	ctx, cancel := context.WithTimeout(ctx, h.cfg.Timeout)
+	defer cancel()
+	return h.take(ctx, header, body, proof)
+}
+
 // take keeps a proven delivery, and writes its message, in one transaction.
 func (h *Handler) take(ctx context.Context, header http.Header, body []byte, proof Proof) (outcome, error) {
 	ctx = postroom.WithOperation(ctx, postroom.Operation{Kind: "receipt", Scope: h.endpoint, Key: proof.ID})

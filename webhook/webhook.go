@@ -178,10 +178,7 @@ const mostEndpoint = 200
 
 // ServeHTTP implements [http.Handler].
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	// A handler that gave up half way would only be asked again.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), h.cfg.Timeout)
-	defer cancel()
-	status, repeat, reply := h.serve(ctx, w, r)
+	status, repeat, reply := h.serve(w, r)
 	if reply != nil {
 		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 		w.Header().Set("X-Content-Type-Options", "nosniff")
@@ -200,7 +197,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // retryAfter is in seconds.
 const retryAfter = 5
 
-func (h *Handler) serve(ctx context.Context, w http.ResponseWriter, r *http.Request) (status int, repeat bool, reply []byte) {
+func (h *Handler) serve(w http.ResponseWriter, r *http.Request) (status int, repeat bool, reply []byte) {
+	ctx := context.WithoutCancel(r.Context()) // what gives up half way is only asked again
 	if r.Method != http.MethodPost {
 		w.Header().Set("Allow", http.MethodPost)
 		return http.StatusMethodNotAllowed, false, nil
@@ -225,7 +223,7 @@ func (h *Handler) serve(ctx context.Context, w http.ResponseWriter, r *http.Requ
 	case proof.challenge != "":
 		return http.StatusOK, false, []byte(proof.challenge)
 	}
-	outcome, err := h.take(ctx, r.Header, body, proof)
+	outcome, err := h.takeInTime(ctx, r.Header, body, proof)
 	switch {
 	case errors.Is(err, errKey):
 		h.cfg.Logger.LogAttrs(ctx, slog.LevelError, "webhook not taken", slog.String("endpoint", h.endpoint), slog.Any("error", err))

@@ -401,6 +401,22 @@ func TestSenderHangsUp(t *testing.T) {
 	e.wantRows(1, 1, 0)
 }
 
+// What the database may take does not begin before the body is there.
+func TestSlowBody(t *testing.T) {
+	t.Parallel()
+	const timeout = 3 * time.Second
+	e := open(t, pgtest.New(t), stripe(), webhook.Config{Timeout: timeout})
+	const body = `{"id":"evt"}`
+	r := e.request("", body)
+	in, out := io.Pipe()
+	r.Body, r.ContentLength = in, -1
+	time.AfterFunc(timeout+time.Second, func() {
+		_, _ = io.WriteString(out, body)
+		_ = out.Close()
+	})
+	e.want(http.StatusAccepted, false, r)
+}
+
 // A process that dies after the commit and before its answer is asked again, and
 // answers without a second message.
 func TestKilledBeforeTheAnswer(t *testing.T) {
