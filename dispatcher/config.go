@@ -14,6 +14,10 @@ type Config struct {
 	// Schema holds Postroom's tables. Default "postroom".
 	Schema string
 
+	// Name tells the outbox apart from others in log lines and in Health, for
+	// programs that serve several databases, see [RunAll]. Default: none.
+	Name string
+
 	// PageSize is the most messages of one lane that are published together,
 	// 1 to 10,000. Default 1000.
 	PageSize int
@@ -127,6 +131,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
+	}
+	if c.Name != "" {
+		c.Logger = c.Logger.With(slog.String("outbox", c.Name))
 	}
 	return c, errors.Join(errs...)
 }

@@ -85,7 +85,7 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 		cfg: cfg, pool: newDatabase(pool, cfg.StatementTimeout), pub: pub, sql: newSQL(cfg.Schema),
 		owner:   fmt.Sprintf("%s/%d/%s", host, os.Getpid(), postroom.NewID()),
 		began:   time.Now(),
-		trouble: &troubles{log: cfg.Logger, at: make(map[string]*trouble)},
+		trouble: &troubles{name: cfg.Name, log: cfg.Logger, at: make(map[string]*trouble)},
 		nudge:   make(chan struct{}, 1),
 		woken:   make(chan struct{}, 1),
 		lanes:   make(map[int32]*lane),

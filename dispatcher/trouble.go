@@ -30,9 +30,10 @@ func countAttr(n int) slog.Attr     { return slog.Int("count", n) }
 // and its end. What comes back within the minute is the same trouble: it is
 // logged with the next line that is due.
 type troubles struct {
-	log *slog.Logger
-	mu  sync.Mutex
-	at  map[string]*trouble
+	name string // of the outbox, or ""
+	log  *slog.Logger
+	mu   sync.Mutex
+	at   map[string]*trouble
 }
 
 type trouble struct {
@@ -94,12 +95,16 @@ func (t *troubles) forget(now time.Time) {
 func (t *troubles) err() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	who := "dispatcher"
+	if t.name != "" {
+		who = fmt.Sprintf("dispatcher of %q", t.name)
+	}
 	var errs []error
 	for place, tr := range t.at {
 		if tr.err == nil {
 			continue
 		}
-		errs = append(errs, fmt.Errorf("dispatcher: %s, for %v: %w", place, time.Since(tr.since).Round(time.Millisecond), tr.err))
+		errs = append(errs, fmt.Errorf("%s: %s, for %v: %w", who, place, time.Since(tr.since).Round(time.Millisecond), tr.err))
 	}
 	slices.SortFunc(errs, func(a, b error) int { return cmpText(a, b) })
 	return errors.Join(errs...)
