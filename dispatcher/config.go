@@ -6,6 +6,9 @@ import (
 	"log/slog"
 	"time"
 
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/metric"
+
 	"github.com/postroom/postroom/internal/pg"
 )
 
@@ -67,6 +70,11 @@ type Config struct {
 
 	// Logger receives what Run cannot return. Default slog.Default().
 	Logger *slog.Logger
+
+	// MeterProvider makes the instruments that count what is published, see
+	// docs/operating.md. Default OpenTelemetry's global one, which counts nothing
+	// unless the program has set another.
+	MeterProvider metric.MeterProvider
 }
 
 const minPollInterval = 2 * time.Millisecond
@@ -131,6 +139,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
+	}
+	if c.MeterProvider == nil {
+		c.MeterProvider = otel.GetMeterProvider()
 	}
 	if c.Name != "" {
 		c.Logger = c.Logger.With(slog.String("outbox", c.Name))

@@ -50,6 +50,7 @@ type Dispatcher struct {
 
 	lastStored atomic.Int64 // when the broker last stored something, in nanoseconds of clock
 	trouble    *troubles
+	metrics    *metrics
 	woken      chan struct{} // Wake was called
 
 	nudge chan struct{} // a lane has come to rest: see to it at once
@@ -80,9 +81,14 @@ func New(pool *pgxpool.Pool, pub broker.Publisher, cfg Config) (*Dispatcher, err
 	if err != nil {
 		return nil, err
 	}
+	metrics, err := newMetrics(cfg.MeterProvider, cfg.Name)
+	if err != nil {
+		return nil, fmt.Errorf("dispatcher: Config.MeterProvider: %w", err)
+	}
 	host, _ := os.Hostname() // only for people to read
 	return &Dispatcher{
 		cfg: cfg, pool: newDatabase(pool, cfg.StatementTimeout), pub: pub, sql: newSQL(cfg.Schema),
+		metrics: metrics,
 		owner:   fmt.Sprintf("%s/%d/%s", host, os.Getpid(), postroom.NewID()),
 		began:   time.Now(),
 		trouble: &troubles{name: cfg.Name, log: cfg.Logger, at: make(map[string]*trouble)},
@@ -143,6 +149,11 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 	if err := d.waitForServer(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
+	observed, err := d.metrics.observe(d)
+	if err != nil {
+		return fmt.Errorf("dispatcher: Config.MeterProvider: %w", err)
+	}
+	defer func() { _ = observed.Unregister() }()
 	work, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
 	drained := make(chan struct{})

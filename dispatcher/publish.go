@@ -141,6 +141,7 @@ func (l *lane) callWithin(work context.Context, page []entry, timeout time.Durat
 	}
 	ctx, cancel := context.WithTimeout(work, timeout)
 	defer cancel()
+	began := time.Now()
 	returned := make(chan []broker.Result, 1)
 	go func() { returned <- l.d.pub.Publish(ctx, msgs) }()
 	grace := time.NewTimer(timeout + l.d.cfg.PublishTimeout/2)
@@ -162,5 +163,6 @@ func (l *lane) callWithin(work context.Context, page []entry, timeout time.Durat
 		l.d.trouble.set(l.broker(), fmt.Errorf("the publisher returned %d results for %d messages", len(results), len(msgs)))
 		return make([]broker.Result, len(msgs)), nil // nothing was tried
 	}
+	l.d.metrics.called(work, msgs, results, time.Since(began))
 	return results, nil
 }
