@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/metric"
 
 	"github.com/postroom/postroom"
 	"github.com/postroom/postroom/internal/pg"
@@ -31,6 +33,11 @@ type Config struct {
 
 	// Logger receives what cannot be returned. Default slog.Default().
 	Logger *slog.Logger
+
+	// MeterProvider makes the instruments that count what a Consumer does, see
+	// docs/operating.md. Default OpenTelemetry's global one, which counts nothing
+	// unless the program has set another.
+	MeterProvider metric.MeterProvider
 
 	// The fields below concern a [Consumer] alone.
 
@@ -155,6 +162,9 @@ func (c Config) withDefaults() (Config, error) {
 	}
 	if c.Logger == nil {
 		c.Logger = slog.Default()
+	}
+	if c.MeterProvider == nil {
+		c.MeterProvider = otel.GetMeterProvider()
 	}
 	return c, errors.Join(errs...)
 }

@@ -31,6 +31,7 @@ type Consumer struct {
 	sub     broker.Subscriber
 	topic   string
 	handler Handler
+	metrics *metrics
 	running atomic.Bool
 	begun   chan struct{} // receives when a transaction has begun
 
@@ -76,6 +77,9 @@ func New(
 		topic:   topic,
 		handler: h,
 		begun:   make(chan struct{}, 1),
+	}
+	if c.metrics, err = newMetrics(cfg.MeterProvider, subscriber, topic); err != nil {
+		return nil, fmt.Errorf("inbox: Config.MeterProvider: %w", err)
 	}
 	c.box.outbox = newOutbox(cfg.Schema)
 	c.box.began = c.began
@@ -201,7 +205,9 @@ func (c *Consumer) process(ctx context.Context, t *task) outcome {
 	if t.dead != nil && c.stopsAt(t) {
 		return outcome{t: t, kind: stopHere, err: fmt.Errorf("%w: message %q: %s", ErrStopped, t.m.ID, t.dead.reason)}
 	}
+	began := time.Now()
 	result, f := c.attempt(ctx, t)
+	c.metrics.attempted(ctx, began)
 	switch {
 	case f == nil:
 		return c.done(ctx, t, result)
@@ -243,6 +249,7 @@ func (c *Consumer) stopsAt(t *task) bool {
 
 // done acknowledges t.
 func (c *Consumer) done(ctx context.Context, t *task, result Result) outcome {
+	c.metrics.done(ctx, t, result)
 	switch {
 	case result == Duplicate:
 		c.log(ctx, slog.LevelDebug, "message is a duplicate", t)
@@ -269,6 +276,7 @@ func (c *Consumer) done(ctx context.Context, t *task, result Result) outcome {
 func (c *Consumer) failed(ctx context.Context, t *task, f *failure) outcome {
 	t.attempts++
 	t.troubles = 0
+	c.metrics.failed.Add(ctx, 1, c.metrics.byHandler)
 	last := c.box.cfg.MaxAttempts > 0 && t.attempts >= c.box.cfg.MaxAttempts
 	if last || f.ended || postroom.IsPermanent(f) {
 		t.dead = &deadLetter{reason: reasonOf(f.err), ended: f.ended}
@@ -283,6 +291,7 @@ func (c *Consumer) failed(ctx context.Context, t *task, f *failure) outcome {
 // troubled retries what is no fault of the message, and says so now and then.
 func (c *Consumer) troubled(ctx context.Context, t *task, f *failure) outcome {
 	t.troubles++
+	c.metrics.failed.Add(ctx, 1, c.metrics.byDatabase)
 	wait := c.delay(t, f)
 	level := slog.LevelDebug
 	if n := t.troubles; n >= 4 && n&(n-1) == 0 {
