@@ -36,7 +36,8 @@ import (
 //
 // A call is repeated after a connection that failed or an answer that broke off, after 408, 425,
 // 429, 500, 502, 503 and 504, and after a 409 that says that the first attempt is
-// still running: with Retry-After, or a problem of type idempotency-in-flight. Never
+// still running: with Retry-After, a problem of type idempotency-in-flight, or Stripe's
+// code idempotency_key_in_use. Never
 // after another answer, nor where the service says that a failure is stored
 // (Idempotent-Replayed: true) or not worth repeating (Stripe-Should-Retry: false).
 // What the last attempt brought is returned. Methods for which the service honours
@@ -222,14 +223,14 @@ func (t *Transport) call(req *http.Request) (*outgoing, error) {
 func (c *outgoing) chooseKey() (lasting bool, err error) {
 	p := &c.Profile
 	values := c.req.Header.Values(p.Header)
+	step, hasStep := c.req.Context().Value(stepKey{}).(string)
 	if r := c.req.Response; r != nil && r.Request != nil {
 		if !sameOrigin(r.Request.URL, c.req.URL) {
-			values = nil // it is another service's
+			values, hasStep = nil, false // they are for another service
 		} else if sent, ok := SentBy(r); ok {
 			values = []string{sent.Key}
 		}
 	}
-	step, hasStep := c.req.Context().Value(stepKey{}).(string)
 	switch {
 	case len(values) > 0:
 		if c.key, err = parseKey(values); err == nil && len(c.key) > p.MaxKey {
@@ -432,10 +433,11 @@ func retryAfter(value string, now time.Time) (time.Duration, bool) {
 // mostProblem is how much of an answer is looked at for its problem type.
 const mostProblem = 4 << 10
 
-// inFlight reports whether a conflict is that with an attempt that is still running.
+// inFlight reports whether a conflict is that with an attempt that is still running:
+// by its problem type, or by the code that Stripe gives.
 func inFlight(res *http.Response) bool {
 	media, _, err := mime.ParseMediaType(res.Header.Get("Content-Type"))
-	if err != nil || media != "application/problem+json" {
+	if err != nil || media != "application/problem+json" && media != "application/json" {
 		return false
 	}
 	begin, err := io.ReadAll(io.LimitReader(res.Body, mostProblem))
@@ -444,7 +446,9 @@ func inFlight(res *http.Response) bool {
 	}
 	res.Body = readCloser{io.MultiReader(bytes.NewReader(begin), res.Body), res.Body}
 	var problem struct{ Type string }
-	return json.Unmarshal(begin, &problem) == nil && strings.HasSuffix(problem.Type, "idempotency-in-flight")
+	var failure struct{ Error struct{ Code string } }
+	return json.Unmarshal(begin, &problem) == nil && strings.HasSuffix(problem.Type, "idempotency-in-flight") ||
+		json.Unmarshal(begin, &failure) == nil && failure.Error.Code == "idempotency_key_in_use"
 }
 
 // drain reads what is left of an answer, so that its connection can be used again,

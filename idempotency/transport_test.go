@@ -103,6 +103,13 @@ func problem(kind string) http.HandlerFunc {
 	}
 }
 
+// inUse is how Stripe says that the first attempt is still running.
+func inUse(w http.ResponseWriter, _ *http.Request) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusConflict)
+	_, _ = io.WriteString(w, `{"error":{"code":"idempotency_key_in_use","type":"idempotency_error"}}`)
+}
+
 // hangUp ends the connection without an answer.
 func hangUp(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
 
@@ -138,6 +145,7 @@ func TestTransportRepeats(t *testing.T) {
 		{"a conflict of the domain", []http.HandlerFunc{status(409), done}, 409, 1},
 		{"another problem", []http.HandlerFunc{problem("out-of-stock"), done}, 409, 1},
 		{"in flight by its problem", []http.HandlerFunc{problem("idempotency-in-flight"), done}, 201, 2},
+		{"in flight by its code", []http.HandlerFunc{inUse, done}, 201, 2},
 		{"in flight by Retry-After", []http.HandlerFunc{status(409, "Retry-After", "0"), done}, 201, 2},
 		{"a stored failure", []http.HandlerFunc{status(500, "Idempotent-Replayed", "true"), done}, 500, 1},
 		{"the service says no", []http.HandlerFunc{status(503, "Stripe-Should-Retry", "false"), done}, 503, 1},
@@ -312,8 +320,13 @@ func TestDerivedKeys(t *testing.T) {
 // Methods that honour no keys are sent as they are, and redirects keep or drop the key.
 func TestTransportPassesBy(t *testing.T) {
 	t.Parallel()
+	ctx := idempotency.WithStep(postroom.WithOperation(t.Context(), postroom.Operation{Kind: "message", Scope: "billing", Key: "m1"}), "charge")
+	derived, err := idempotency.Vendors.Stripe.Key(ctx, "charge")
+	if err != nil {
+		t.Fatal(err)
+	}
 	other := newService(t, func(w http.ResponseWriter, r *http.Request) {
-		if r.Header.Get("Idempotency-Key") == "given" {
+		if k := r.Header.Get("Idempotency-Key"); k == "given" || k == derived {
 			t.Error("the key went to another origin")
 		}
 	})
@@ -343,12 +356,16 @@ func TestTransportPassesBy(t *testing.T) {
 	server := httptest.NewServer(mux)
 	defer server.Close()
 	c := other.client()
-	for _, path := range []string{"/other", "/same", "/see"} {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL+path, strings.NewReader("x"))
+	for _, path := range []string{"/other", "/other?by=step", "/same", "/see"} {
+		ctx := ctx
+		if path != "/other?by=step" {
+			ctx = t.Context()
+		}
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, server.URL+path, strings.NewReader("x"))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if path != "/same" {
+		if path != "/same" && path != "/other?by=step" {
 			req.Header.Set("Idempotency-Key", "given")
 		}
 		res, err := c.Do(req)
@@ -531,6 +548,32 @@ func TestTransportConcurrently(t *testing.T) {
 	for k, bodies := range seen {
 		if len(bodies) != 2 || bodies[0] != bodies[1] {
 			t.Errorf("key %q: bodies %q", k, bodies)
+		}
+	}
+}
+
+// Derived keys stay what they are: another derivation would repeat calls that were made
+// before it. These were computed elsewhere.
+func TestDerivedKeysAreFrozen(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		profile   idempotency.Profile
+		operation postroom.Operation
+		want      string
+	}{
+		{
+			idempotency.Vendors.Stripe,
+			postroom.Operation{Kind: "message", Scope: "billing", Key: "0190a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b"},
+			"0190a1b2-c3d4-877a-91c6-87836a71beb3",
+		},
+		{
+			idempotency.Vendors.AmazonPay,
+			postroom.Operation{Kind: "http", Scope: "acme POST /orders", Key: "8e03978e"},
+			"47da26a430d78964905a6775c7482bec",
+		},
+	} {
+		if k, err := c.profile.Key(postroom.WithOperation(t.Context(), c.operation), "charge"); err != nil || k != c.want {
+			t.Errorf("%s: key %q, %v, want %q", c.profile.Name, k, err, c.want)
 		}
 	}
 }
