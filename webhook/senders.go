@@ -13,7 +13,8 @@ import (
 
 // GitHub returns the scheme of GitHub's webhooks: X-Hub-Signature-256 over the body.
 // It has no timestamp, and X-GitHub-Delivery, the id, and X-GitHub-Hook-ID are not
-// signed, see [Proof]. Signatures by SHA-1 prove nothing.
+// signed, see [Proof]. Hooks that send the same bytes to one endpoint are one
+// delivery. Signatures by SHA-1 prove nothing.
 func GitHub(secrets ...Secret) *Scheme {
 	return newScheme(Scheme{
 		name: "GitHub", kind: "X-GitHub-Event", verify: verifyGitHub, sign: signGitHub,

@@ -39,7 +39,7 @@ type Config struct {
 	Schema string
 
 	// MaxBody is the most bytes that a body may have; more is answered with 413.
-	// Default 1 MiB.
+	// Default 1,000,000, which leaves room for headers below what brokers take by default.
 	MaxBody int64
 
 	// Key returns the key of the message, the id of the object that the delivery is
@@ -89,7 +89,7 @@ func (c Config) withDefaults(s *Scheme) (Config, error) {
 	if c.MaxBody < 0 {
 		bad("MaxBody is %d, want at least 1", c.MaxBody)
 	}
-	c.MaxBody = cmp.Or(c.MaxBody, 1<<20)
+	c.MaxBody = cmp.Or(c.MaxBody, 1_000_000)
 	if c.Headers == nil {
 		c.Headers = []string{"Content-Type"}
 		if s != nil && s.kind != "" {
