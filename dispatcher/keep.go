@@ -18,6 +18,7 @@ type keeper struct {
 	present   bool          // the others count on this dispatcher
 	joined    time.Time     // when it last said so
 	told      []string      // what it then said is wrong
+	tried     time.Time     // when it last tried to say something
 	renewed   time.Time     // when the lanes' leases were last extended
 	unclaimed int           // looks in a row that have seen free lanes
 	swept     time.Time     // when drained lanes were last looked through
@@ -86,9 +87,11 @@ func (k *keeper) attend(step context.Context) error {
 		return err
 	}
 	troubles := k.d.trouble.texts()
-	if k.present && time.Since(k.joined) < k.d.cfg.Lease/3 && slices.Equal(troubles, k.told) {
+	news := !slices.Equal(troubles, k.told) && time.Since(k.tried) >= k.d.cfg.Lease/10
+	if k.present && time.Since(k.joined) < k.d.cfg.Lease/3 && !news {
 		return nil
 	}
+	k.tried = time.Now()
 	_, err := k.d.pool.Exec(step, k.d.sql.join, k.d.owner, k.d.cfg.Lease, troubles)
 	if err == nil {
 		k.present, k.joined, k.told = true, time.Now(), troubles

@@ -75,7 +75,7 @@ type InstanceStatus struct {
 
 	// Troubles is what is wrong there, such as a topic that is away, with the
 	// broker's last error: at most 20 texts without payloads and keys. It changes
-	// about a second after what it tells of.
+	// within a tenth of the dispatcher's lease of what it tells of.
 	Troubles []string
 }
 
